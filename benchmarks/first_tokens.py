@@ -2,6 +2,7 @@
 
     python -m benchmarks.first_tokens
     python -m benchmarks.first_tokens --only poisson:20 --limit-ms 20 --step-ms 25
+    python -m benchmarks.first_tokens --one-gpu --only poisson:12,poisson:20,closed:64:1024:256:3
 
 Loads: `poisson:RATE` (lognormal lengths, median 600 in and 150 out), `long` (32 streams, then four prompts of 32,000
 tokens), `closed:CLIENTS:IN:OUT:TIMES`. Compare rules for the size of steps with it; a GPU has the last word.
@@ -63,11 +64,13 @@ def _simulate(load: str, options: argparse.Namespace) -> list[Outcome]:
         message_s=H200.message_s,
         write_s=H200.write_s,
     )
-    settings = server_settings("auto" if options.prefills else "always", options.limit_ms)
+    prefills, cores = (1, 1) if options.one_gpu else (options.prefills, None)
+    mode: LocalPrefillSetting = "never" if options.one_gpu else "auto" if prefills else "always"
+    settings = server_settings(mode, options.limit_ms)
     return [
         outcome
         for seed in range(options.seeds)
-        for outcome in Cluster(settings, times, prefills=options.prefills, decodes=1).run(arrivals_of(load, seed))
+        for outcome in Cluster(settings, times, prefills=prefills, decodes=1, cores=cores).run(arrivals_of(load, seed))
     ]
 
 
@@ -174,6 +177,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(LOADS), help="loads, with commas")
     parser.add_argument("--prefills", type=int, default=0, help="prefill servers, each with a GPU of its own")
+    parser.add_argument("--one-gpu", action="store_true", help="a pair on one GPU, with --local-prefill never")
     parser.add_argument("--step-ms", type=float, default=3.8, help="scale all step times to this decode step")
     parser.add_argument("--limit-ms", type=float, help="limit on the time between tokens (default: automatic)")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each load")

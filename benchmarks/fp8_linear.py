@@ -20,13 +20,13 @@ import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.common.arithmetic import ceil_div
-from pdserve.kernels.linear.block_format import BLOCK, FP8, BlockScaled
-from pdserve.kernels.linear.block_scaled import (
+from pdserve.kernels.linear.fp8_format import BLOCK, FP8, Fp8Matrix
+from pdserve.kernels.linear.fp8_linear import (
     FEW_ROWS,
     Method,
-    block_scaled_gated_linear,
-    block_scaled_linear,
     choose_method,
+    fp8_gated_linear,
+    fp8_linear,
 )
 from pdserve.kernels.moe.experts import grouped_experts
 
@@ -77,12 +77,12 @@ class Row:
         )
 
 
-def draw_weight(*shape: int, row_group: int | None = BLOCK) -> BlockScaled:
+def draw_weight(*shape: int, row_group: int | None = BLOCK) -> Fp8Matrix:
     """Random weights, with one scale: values do not change the time. Without `row_group`, scales are per row."""
     if row_group is None:
-        weight = BlockScaled.allocate_by_row(*shape, device=DEVICE)
+        weight = Fp8Matrix.allocate_by_row(*shape, device=DEVICE)
     else:
-        weight = BlockScaled.allocate(*shape, row_group=row_group, device=DEVICE)
+        weight = Fp8Matrix.allocate(*shape, row_group=row_group, device=DEVICE)
     weight.scales.fill_(shape[-1] ** -0.5 / 64)
     rows = weight.values.view(-1, shape[-1])
     for first in range(0, len(rows), 1 << 16):
@@ -126,7 +126,7 @@ def measure_linear(name: str, rows: int, rates: Rates, *, by_row: bool = False) 
     row_group = None if by_row else 64 if out_size % BLOCK else BLOCK
     weights = [draw_weight(out_size, in_size, row_group=row_group) for _ in range(copies)]
     x = torch.randn(rows, in_size, device=DEVICE, dtype=torch.bfloat16)
-    compute = block_scaled_gated_linear if gated else block_scaled_linear
+    compute = fp8_gated_linear if gated else fp8_linear
     methods: list[Method] = ["exact", "triton"] if few else ["triton"]
     if by_row:
         methods.append("rowwise")
@@ -144,7 +144,7 @@ def measure_linear(name: str, rows: int, rates: Rates, *, by_row: bool = False) 
         )
 
 
-def measure_experts(name: str, gate_up: BlockScaled, down: BlockScaled, rows: int, rates: Rates) -> Row:
+def measure_experts(name: str, gate_up: Fp8Matrix, down: Fp8Matrix, rows: int, rates: Rates) -> Row:
     calls, touched, products = [], 0, 0
     repeats = 8 if rows <= FEW_ROWS else 2
     x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=torch.bfloat16)

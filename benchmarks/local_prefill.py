@@ -9,13 +9,14 @@ One prefill server and three decode servers: `never` and `auto` are paired with 
                 that `auto` chose
     mixes       the same requests to each decode server, in turns: short prompts, long ones, a shared prefix
     burst       many prompts at once: tokens a second and inter-token latency
-    poisson     requests at a rate, lognormal lengths: first tokens, gaps, and requests within 2.5 times the time of a
-                prompt of eight times the median and 1.5 idle steps; with --pin, prefill and decode have a core each
+    poisson     requests at a rate, lognormal lengths: first tokens, gaps, and requests within --slo-ttft-ms and 1.5
+                idle steps a token; with --pin, prefill and decode have a core each (--record: into benchmarks/results)
     gap         inter-token latency of streams, alone and while a prompt of the largest length is computed
 """
 
 import argparse
 import asyncio
+import collections
 import json
 import os
 import statistics
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pair import QWEN3_8B
+from benchmarks.results import RESULTS, figure_of_this_run, record
 from benchmarks.servers import free_port, running, wait_ready, write_model
 from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
@@ -47,6 +49,10 @@ MODES: tuple[LocalPrefillSetting, ...] = ("never", "always", "auto")
 TARGET_SLOWER = 0.05
 TARGET_GAP = 2.5
 ENDLESS = 100_000
+GAPS = "gap p99 of auto / never, pair on cores of its own, 0.5 requests a second"
+FIRST = "first token p99 of auto / never, pair on cores of its own, 0.5 requests a second"
+MOST = {GAPS: 1.2, FIRST: 1.05}
+"""Targets."""
 PARTS = ("lengths", "mixes", "burst", "poisson", "gap")
 
 
@@ -94,8 +100,16 @@ class Servers:
         return found
 
     async def local_prompts(self, name: str) -> int:
-        counters = (await self.info(name))["counters"]
-        return int(sum(count for counter, count in counters.items() if counter.startswith("local_prefill_")))
+        return sum((await self.placements(name, "local_prefill_")).values())
+
+    async def placements(self, name: str, prefix: str = "") -> collections.Counter[str]:
+        """Prompts so far, by the place and the reason."""
+        found = (await self.info(name))["counters"].items()
+        return collections.Counter({key: int(count) for key, count in found if "_prefill_" in key and prefix in key})
+
+    async def flush(self, name: str) -> None:
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+            (await client.post(f"{base_url(self._configs[name])}/flush_cache")).raise_for_status()
 
 
 async def by_length(servers: Servers, options: argparse.Namespace, context: int) -> list[dict[str, Any]]:
@@ -146,18 +160,18 @@ async def burst(servers: Servers, options: argparse.Namespace) -> dict[str, dict
     return found
 
 
-async def poisson(servers: Servers, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Figures of each mode, with the same requests: the seed counts loads, so it is set back."""
+async def poisson(servers: Servers, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of each mode, with the same requests: the seed counts loads, so it is set back. Prefill forgets them."""
     rate, tokens, new = options.poisson[0], *map(int, options.poisson[1:])
     step = (await servers.load("never", requests=1, concurrency=1, input_len=16, output_len=64)).summary.itl_s
-    prompt_s = await servers.ttft_s("never", 8 * tokens, 3)
     assert step is not None, "it has 64 tokens"
-    bounds = {"slo_ttft_ms": 1000 * 2.5 * prompt_s, "slo_itl_ms": 1000 * 1.5 * step.p50}
+    bounds = {"slo_ttft_ms": options.slo_ttft_ms, "slo_itl_ms": 1000 * 1.5 * step.p50}
     lengths = {"input_len": tokens, "output_len": new, "input_sigma": 1.0, "output_sigma": 0.7}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for mode in MODES:
         servers.seed = 1000
-        before = await servers.local_prompts(mode)
+        await servers.flush("prefill")
+        before = await servers.placements(mode)
         load = {"requests": options.requests, "concurrency": None, "rate_per_s": rate, **lengths, **bounds}
         summary = (await servers.load(mode, warmup=2, **load)).summary
         assert summary.goodput is not None, "there are bounds"
@@ -167,8 +181,13 @@ async def poisson(servers: Servers, options: argparse.Namespace) -> dict[str, di
             "ttft_p99_s": summary.ttft_s.p99,
             **{f"gap_{name}": seconds for name, seconds in _times(summary.itl_s).items()},
             "good": summary.goodput.share,
-            "computed_here": await servers.local_prompts(mode) - before,
+            "places": dict(await servers.placements(mode) - before),
         }
+    if options.record:
+        never, auto = found["never"], found["auto"]
+        ratios = {GAPS: auto["gap_p99_s"] / never["gap_p99_s"], FIRST: auto["ttft_p99_s"] / never["ttft_p99_s"]}
+        figures = [figure_of_this_run(name, ratio, "x", target=MOST[name]) for name, ratio in ratios.items()]
+        record(RESULTS / "scheduling.json", "", figures)
     return found
 
 
@@ -253,7 +272,7 @@ def _running(
 
 def _configs(options: argparse.Namespace, directory: Path) -> dict[str, AnyServerConfig]:
     given = {name: value for name in ("device", "threads", "kv_memory_gib") if (value := getattr(options, name))}
-    shared: dict[str, Any] = {"model": options.model, **given}
+    shared: dict[str, Any] = {"model": options.model, "slo_ttft_ms": options.slo_ttft_ms, **given}
     if options.geometry is not None:
         write_model(directory, {**QWEN3_8B, "num_hidden_layers": options.layers})
         shared |= {"model": str(directory), "load_format": "dummy"}
@@ -310,6 +329,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--poisson", type=_floats, default=[0.5, 64, 48], help="requests a second,median tokens in,median tokens out"
     )
+    parser.add_argument("--slo-ttft-ms", type=float, default=500, help="of all servers, and of `poisson`")
     parser.add_argument("--pin", action="store_true", help="prefill on the first CPU core, decode on the second")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--geometry", choices=["qwen3-8b"], help="random weights instead of a model")
@@ -320,6 +340,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the decode servers"
     )
+    parser.add_argument("--record", action="store_true", help="the figures of `poisson`")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
 

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.fp8_linear import time_us
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
-from pdserve.kernels.linear.block_format import Weight
+from pdserve.kernels.linear.fp8_format import Weight
 from pdserve.kernels.moe.expanded_experts import expanded_results
 from pdserve.kernels.moe.experts import experts_reference, grouped_experts
 from pdserve.kernels.moe.router.routing import route_tokens

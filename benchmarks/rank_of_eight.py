@@ -127,11 +127,14 @@ class Benchmark:
         with torch.inference_mode(), exchanging(self._layout, device):
             if "prefill" in options.parts:
                 self._prefill(rank)
+                self._save()
                 self._release()
             if "decode" in options.parts:
                 self._decode(rank)
+                self._save()
         if "memory" in options.parts:
             self._memory(weights)
+            self._save()
 
     def _batches(self, token_bytes: int, free: float, memory: str) -> list[int]:
         """The batches of which so many bytes a token fit into `free` bytes of this memory."""
@@ -265,6 +268,11 @@ class Benchmark:
                 f"{found.device_request_bytes / GIB:.2f} GiB of the GPU"
             )
 
+    def _save(self) -> None:
+        """Write the figures of the parts that are done."""
+        if self._options.json is not None:
+            self._options.json.write_text(json.dumps(self.results, indent=2) + "\n")
+
     def _release(self) -> None:
         """Return torch's cached memory to the driver."""
         if self._device.type == "cuda":
@@ -298,7 +306,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), help="default: fp8_e4m3, qwen3-235b-a22b: auto")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a decode step and of a chunk")
     parser.add_argument("--tiny", action="store_true", help="use a tiny model, to test this program on a CPU")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=Path, help="write all figures to this file, after each part")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
@@ -320,8 +328,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         raise SystemExit("without a GPU only a tiny model can run: give --tiny --layers 2")
     benchmark = Benchmark(options, device)
     benchmark.run()
-    if options.json is not None:
-        options.json.write_text(json.dumps(benchmark.results, indent=2) + "\n")
     return benchmark.results
 
 

@@ -33,7 +33,7 @@ IN_README = {
 PLOTTED = {
     "first token, 16 tokens": (FIRST, "16 tokens, pair with defaults"),
     "first token, 1,024 tokens": (FIRST, "1,024 tokens, pair with defaults (decode computes)"),
-    "first token, 8,192 tokens": (FIRST, "8,192 tokens, pair (prefill computes; defaults until 31029bf5)"),
+    "first token, 8,192 tokens": (FIRST, "8,192 tokens, computed by prefill"),
     "decode step, batch 1": ("steps", "step, batch 1, context 1,024"),
     "decode step, batch 32": ("steps", "step, batch 32"),
     "decode step, batch 128": ("steps", "step, batch 128"),

@@ -178,7 +178,7 @@ class Decode:
         self.pages = torch.tensor(self.order, dtype=torch.int32, device=shape.device)
         self.equal_order = shape.order(shape.page_size, seed=101)
         self.effects: list[Effect] = []
-        rings = [RankRing(StagingRing(shape.ring_bytes, epoch=1), cell_bytes=2 * shape.row_bytes)]
+        rings = [RankRing(StagingRing(shape.ring_bytes), cell_bytes=2 * shape.row_bytes)]
         allocator = PageAllocator[KvPage](max(self.order) + 1)
         allocator.grant("all, so that transfers can share them", allocator.num_pages)
         grant = allocator.grant("prompt", 0, shared=[KvPage(page) for page in self.order])
@@ -300,7 +300,7 @@ class Prefill:
         self.keys = (TransferKey(number, 1) for number in itertools.count(1))
         self.effects: list[Effect] = []
         self.staging = StagedSends(shape.page_size, collections.Counter(), self.effects)
-        self.staging.peer_up(DECODE, shape.staged_regions())
+        self.staging.regions[DECODE] = shape.staged_regions()
 
     def fill_pages(self, tokens: int) -> None:
         values = self.shape.values(tokens)
@@ -364,7 +364,7 @@ class Prefill:
         key = next(self.keys)
         self.control.send(key)
         self.requests = self.bytes_written = 0
-        self.staging.request((DECODE, key), 0, shape.tokens, 0.0)
+        self.staging.request((DECODE, key), 0, shape.tokens)
         parts = self.staging.parts
         self.act()
         for _ in range(min(parts, shape.ring_bytes // shape.part_bytes)):
@@ -373,7 +373,7 @@ class Prefill:
         started = time.perf_counter()
         landed = False
         source_pages = list(range(shape.pages(shape.page_size)))  # gather() has the page table of each rank
-        self.staging.send(ChunkWrite(DECODE, key, 0, shape.tokens, source_pages, []), 0.0)
+        self.staging.send(ChunkWrite(DECODE, key, 0, shape.tokens, source_pages, []))
         ready = self.act()
         gathered: list[tuple[PartWrite, int, torch.cuda.Event | None]] = []
         buffers = itertools.cycle(self.buffers)
@@ -387,7 +387,7 @@ class Prefill:
                 source, destination = np.array([offset]), np.array([self.ring_offset + write.offset])
                 self.write(CopyRuns(source, destination, np.array([write.size_bytes])))
                 gathered.pop(0)
-                self.staging.part_written(PartWritten(DECODE, write.part, ok=True), 0.0)
+                self.staging.part_written(PartWritten(DECODE, write.part, ok=True))
                 self.act()
             while not landed and (self.control.poll() or not (ready or gathered)):
                 message = self.control.recv()
@@ -395,14 +395,14 @@ class Prefill:
                 if not landed:
                     ready += self.receive(message)
         seconds = time.perf_counter() - started
-        self.staging.chunk_written(ChunkWritten(DECODE, key, 0, shape.tokens, ok=True), 0.0)
-        self.staging.take_ended()
+        self.staging.chunk_written(ChunkWritten(DECODE, key, 0, shape.tokens, ok=True))
         return Run(seconds, shape.tokens, parts, self.requests, self.bytes_written)
 
     def receive(self, message: object) -> list[PartWrite]:
         if not isinstance(message, StageGrant | StageFree):
             raise RuntimeError(f"unexpected message from decode: {message}")
-        self.staging.receive(DECODE, message, 0.0)
+        if isinstance(message, StageGrant) and (problem := self.staging.granted(DECODE, message)) is not None:
+            raise RuntimeError(problem)
         return self.act()
 
     def act(self) -> list[PartWrite]:

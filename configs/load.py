@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeVar
 
 import yaml
 from pydantic import Field, SecretStr, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ..common.errors import StartupError
@@ -233,17 +234,22 @@ def _hint(model: type[ServerConfig], key: str) -> str:
     return f": did you mean {' or '.join(near)}?" if near else ""
 
 
+def explain(problem: ErrorDetails, field: FieldInfo | None) -> str:
+    """What is wrong with a value, without the value. `field` is that of the value."""
+    if problem["type"] == "string_pattern_mismatch" and field is not None:
+        return f"not of the expected form ({field.description})"
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return _WORDING.get(problem["type"], message)
+
+
 def _explain(model: type[ServerConfig], problem: ErrorDetails, origins: Mapping[str, str]) -> str:
     """One line for one problem; the value of a secret is not shown."""
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if not problem["loc"]:
-        return message
+        return explain(problem, None)
     field = str(problem["loc"][0])
-    if problem["type"] == "string_pattern_mismatch":
-        message = f"not of the expected form ({model.model_fields[field].description})"
+    message = explain(problem, model.model_fields[field])
     if problem["type"] == "too_short" and field in SECRET_VARIABLES:
         message = f"must have at least {counted(problem['ctx']['min_length'], 'character')} ({HOW_TO_MAKE_ONE})"
-    message = _WORDING.get(problem["type"], message)
     place = field + "".join(f"[{part}]" for part in problem["loc"][1:])
     value = "a secret" if field in SECRET_VARIABLES else repr(problem["input"])
     return f"{place}: {message}, got {value} {origins.get(field, '')}".rstrip()

@@ -30,9 +30,10 @@ def _check_origin(origin: str) -> str:
 
 
 Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(check_ports)]
-Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
-Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
-HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
+SPLIT_COMMAS = BeforeValidator(_split_commas)
+Endpoints = Annotated[tuple[Endpoint, ...], SPLIT_COMMAS]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], SPLIT_COMMAS]
+HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], SPLIT_COMMAS]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 KvStoreUrl = Annotated[
     str,

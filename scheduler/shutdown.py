@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ..transfer.control.thread import LAST_WORDS_S
+from ..transfer.control.peers import LAST_WORDS_S
 
 LAST_WRITES_S: Final = 0.5
 """Grace period after the drain deadline for cancelled writes to finish and be acknowledged."""

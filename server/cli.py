@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from ..common.errors import StartupError
-from ..configs.flags import add_flags, given_flags
+from ..configs.flags import add_config_flag, add_flags, fields_of, given_flags, read_options
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config, read_config_file
 from ..configs.other_names import flag_of_others
 from ..configs.schema import ServerConfig
-from .bench.options import add_bench_flags, read_bench_options, whole_number
+from .bench.options import add_bench_flags, read_bench_options
 from .doctor.options import add_doctor_flags, read_doctor_options
+from .launch.demo_options import DemoOptions
 from .launch.pair import PAIR_FIELDS, load_pair_config
 from .launch.store_options import add_store_flags, read_store_options, take_local_store
 from .observability.versions import mooncake_wheels, version_of
@@ -194,9 +195,10 @@ def _run(arguments: Sequence[str]) -> int:
         case "demo":
             from .launch.demo import run_demo
 
-            keep = sys.stdout.isatty() if options.keep is None else options.keep
+            demo = read_options(DemoOptions, given_flags(options, fields_of(DemoOptions)))
             config = load_pair_config(find_config_file(options.config), given_flags(options, PAIR_FIELDS), os.environ)
-            return run_demo(config, question=options.prompt, max_new_tokens=options.max_new_tokens, keep=keep)
+            keep = sys.stdout.isatty() if demo.keep is None else demo.keep
+            return run_demo(config, question=demo.prompt, max_new_tokens=demo.max_new_tokens, keep=keep)
         case "chat":
             from .terminal.chat import run_chat
 
@@ -262,7 +264,7 @@ def _serve(
 def _add_server_flags(parser: argparse.ArgumentParser, role: Role, without: Collection[str] = ()) -> None:
     fields = CONFIG_OF_ROLE[role].model_fields
     shared = ServerConfig.model_fields
-    _add_config_flag(parser)
+    add_config_flag(parser)
     parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
     own = [name for name in fields if name not in shared and name not in ("role", *without)]
     add_flags(parser.add_argument_group(f"{role} settings"), fields, own)
@@ -270,24 +272,13 @@ def _add_server_flags(parser: argparse.ArgumentParser, role: Role, without: Coll
 
 
 def _add_demo_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
-    parser.add_argument(
-        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="maximum tokens to generate"
-    )
-    parser.add_argument(
-        "--keep",
-        action=argparse.BooleanOptionalAction,
-        help="keep the servers running afterwards (default: yes on a terminal)",
-    )
+    fields = fields_of(DemoOptions)
+    add_flags(parser, fields, fields)
 
 
 def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
-    _add_config_flag(parser)
+    add_config_flag(parser)
     add_flags(parser.add_argument_group("settings of the two servers"), PAIR_FIELDS, PAIR_FIELDS)
-
-
-def _add_config_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or the name of a preset; flags win")
 
 
 def _check_command(name: str, known: Collection[str]) -> None:

@@ -21,9 +21,10 @@ from pdserve.server.api.app import Routes
 from pdserve.server.api.common.fields import FieldError
 from pdserve.server.api.common.limits import Limits
 from pdserve.server.api.error_responses import HTTP_ERROR_CODES, response_for
-from pdserve.server.api.native.models import GenerateBody, NativeSampling
-from pdserve.server.api.native.requests import parse_generate
+from pdserve.server.api.generate.models import GenerateBody, NativeSampling
+from pdserve.server.api.generate.requests import parse_generate
 from pdserve.server.api.openai.models import ChatBody, CompletionBody, OpenAiBody
+from pdserve.server.api.service.service import Service
 from pdserve.server.cli import make_parser
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.observability.metrics import Metrics
@@ -130,10 +131,11 @@ async def test_documented_routes_are_the_served_ones(config: AnyServerConfig, to
     documented = {text for row in rows(section("docs/http.md", "Routes")) for text in quoted(row[0])}
     client = LeaderClient(Metrics(), DecodeConfig())
     try:
-        routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING, FixedRole(config.role))
+        roles = FixedRole(config.role)
+        routes = Routes(Service(config, tokenizer, client, NEUTRAL_SAMPLING, roles.former), Metrics(), roles)
         served = {
             f"{method} {route.path.replace(':path', '')}"
-            for route in (*routes.public(), *routes.protected())
+            for route in routes.routes()
             for method in (route.methods or set()) - {"HEAD"}
         }
     finally:

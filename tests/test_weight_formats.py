@@ -15,7 +15,7 @@ KNOWN = {
     "models/runner.py": set[str](),
 }
 """What files outside may name."""
-OPERANDS = {"BlockScaled", "GroupScaled", "GgufBlocks", "GgufRows"}
+OPERANDS = {"Fp8Matrix", "GroupScaled", "GgufBlocks", "GgufRows"}
 """What kernels read of them: the classes of operations, which only formats and operations name."""
 DISPATCHES = {
     "kernels/linear/few_rows_triton.py",

@@ -19,7 +19,7 @@ from typing import Any
 POINTS = {
     "pdserve.server.engine.leader_client": {"LeaderClient.open": "frontend: submit"},
     "pdserve.server.engine.inbox": {"Inbox.put": "frontend: % arrives"},
-    "pdserve.server.api.generation": {"_encode_events": "frontend: write"},
+    "pdserve.server.api.service.generation": {"_encode_events": "frontend: write"},
     "pdserve.scheduler.engine.frontend_link": {"FrontendLink.send": "link: % queued"},
     "pdserve.scheduler.engine.decode_engine": {"DecodeEngine.handle": "decode loop: %"},
     "pdserve.scheduler.engine.prefill_engine": {"PrefillEngine.handle": "prefill loop: %"},

@@ -85,7 +85,7 @@ def launch_at_once(
     row_group: int,
     gated: bool,
 ) -> None:
-    """Fill `out` [rows, outputs], for tensors that `suits_at_once` accepts. `row_group` is that of BlockScaled."""
+    """Fill `out` [rows, outputs], for tensors that `suits_at_once` accepts. `row_group` is that of Fp8Matrix."""
     division = divide(*values.shape, multiprocessors(x.device))
     assert division is not None, f"weights {list(values.shape)} do not fit the shared memory"
     row_tiles = row_tiles_of(x)

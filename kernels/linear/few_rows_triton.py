@@ -23,7 +23,7 @@ from ...common.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part
-from .block_format import BLOCK, BlockScaled, Weight
+from .fp8_format import BLOCK, Fp8Matrix, Weight
 from .row_tiles import RowTiles
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -259,7 +259,7 @@ def launch_few_rows(
     """Fill `out` [rows, outputs]: for all rows of x, at most 64, or for the rows of `tiles`, without a bias. RowTiles
     describes `gather`.
     """
-    if isinstance(weight, BlockScaled):
+    if isinstance(weight, Fp8Matrix):
         values, row_group = weight.values, weight.row_group
         scales: torch.Tensor | None = weight.scales
     else:
@@ -309,7 +309,7 @@ def launch_few_rows(
         AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 7)),
         PRECISION="tf32" if x.itemsize == 2 else "ieee",
         TWO_PARTS=two_parts,
-        BY_ROW=isinstance(weight, BlockScaled) and weight.by_row,
+        BY_ROW=isinstance(weight, Fp8Matrix) and weight.by_row,
         BIAS=bias is not None,
         num_warps=4,
         num_stages=max(2, min(8, stages, ceil_div(groups, splits))),

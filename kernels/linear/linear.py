@@ -14,7 +14,7 @@ next. These kernels start, and prefetch their first weights, while the previous 
 On CUDA, csrc/linear/plain_linear.cu computes very few rows and Triton a few more. On Hopper, csrc/linear/gemv.cu
 computes up to 4 short rows.
 
-Weights in fp8 (block_scaled.py), in 4 bits (int4_linear.py) and in GGUF blocks (gguf_linear.py) have kernels of their
+Weights in fp8 (fp8_linear.py), in 4 bits (int4_linear.py) and in GGUF blocks (gguf_linear.py) have kernels of their
 own.
 """
 

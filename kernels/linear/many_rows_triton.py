@@ -13,8 +13,8 @@ import triton.language as tl
 from ...common.arithmetic import ceil_div
 from ..backends.occupancy import shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .block_format import BLOCK, BlockScaled
 from .few_rows_triton import find_rows
+from .fp8_format import BLOCK, Fp8Matrix
 from .quantise import QuantisedRows
 from .row_tiles import RowTiles
 
@@ -116,7 +116,7 @@ def _many_rows(
 
 def launch_many_rows(
     x: QuantisedRows,
-    weight: BlockScaled,
+    weight: Fp8Matrix,
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,

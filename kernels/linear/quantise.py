@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ...common.arithmetic import ceil_div, round_up
 from ..backends.dispatch import Impl, launcher, use_triton
-from .block_format import BLOCK, FP8, LARGEST
+from .fp8_format import BLOCK, FP8, LARGEST
 from .swiglu import swiglu_reference
 
 SMALLEST_SCALE = 1e-12

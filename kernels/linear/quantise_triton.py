@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .block_format import BLOCK, LARGEST
+from .fp8_format import BLOCK, LARGEST
 from .quantise import SMALLEST_SCALE
 
 _ROWS = 32

@@ -4,7 +4,7 @@ import torch
 
 from ..backends.nvrtc import load_kernel
 from ..backends.occupancy import multiprocessors
-from ..linear.block_format import BLOCK, BlockScaled, Weight
+from ..linear.fp8_format import BLOCK, Fp8Matrix, Weight
 from ..linear.row_tiles import RowTiles
 
 TILE_ROWS = 8
@@ -20,7 +20,7 @@ def suits_expert_tiles(x: torch.Tensor, gate_up: Weight, down: Weight, average: 
     """Whether the kernel supports these tensors with `average` tokens per expert."""
     if not x.is_cuda or x.dtype.itemsize != 2 or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
-    if not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled) and 1 <= average <= _MOST_AVERAGE):
+    if not (isinstance(gate_up, Fp8Matrix) and isinstance(down, Fp8Matrix) and 1 <= average <= _MOST_AVERAGE):
         return False
     matrices = gate_up.values, down.values
     whole = all(matrix.shape[-1] % BLOCK == 0 and matrix.is_contiguous() for matrix in matrices)
@@ -29,8 +29,8 @@ def suits_expert_tiles(x: torch.Tensor, gate_up: Weight, down: Weight, average: 
 
 def launch_expert_tiles(
     x: torch.Tensor,
-    gate_up: BlockScaled,
-    down: BlockScaled,
+    gate_up: Fp8Matrix,
+    down: Fp8Matrix,
     gated: torch.Tensor,
     results: torch.Tensor,
     tiles: RowTiles,
@@ -42,7 +42,7 @@ def launch_expert_tiles(
     _launch(gated, down, results, tiles, gated=False)
 
 
-def _launch(x: torch.Tensor, weight: BlockScaled, out: torch.Tensor, tiles: RowTiles, *, gated: bool) -> None:
+def _launch(x: torch.Tensor, weight: Fp8Matrix, out: torch.Tensor, tiles: RowTiles, *, gated: bool) -> None:
     whole_rows = not gated and x.shape[1] <= _WHOLE_COLUMNS
     constants = (
         ("GATED", int(gated)),

@@ -12,8 +12,8 @@ the result of the shared expert, is added last.
 On CUDA, tokens are sorted by expert (router/routing.py), and one kernel computes the tiles of all experts; the host
 does not wait for the device. The kernel depends on the weights:
 
-- Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens or
-  if only one of the matrices is block-scaled, and otherwise with quantised activations, as in linear/block_scaled.py.
+- Block-scaled fp8 weights (linear/fp8_format.py) are multiplied with exact activations if experts have few tokens or
+  if only one of the matrices is block-scaled, and otherwise with quantised activations, as in linear/fp8_linear.py.
   On Hopper, experts with few tokens have a CUDA kernel (expert_tiles_cuda.py).
 - 4-bit weights (packed4/group_format.py) have a Triton kernel. If experts have many tokens, rows are copied into the
   order of experts, and weights are expanded for torch's grouped product (expanded_experts.py).
@@ -39,7 +39,7 @@ from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..backends.half_products import grouped_reference
 from ..backends.occupancy import shared_memory
-from ..linear.block_format import BlockScaled, Weight
+from ..linear.fp8_format import Fp8Matrix, Weight
 from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
 from ..linear.row_tiles import RowTiles
 from ..linear.swiglu import swiglu, swiglu_reference
@@ -92,7 +92,7 @@ def grouped_experts(
     """
     num_experts = num_experts or len(gate_up)
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
-    exact = few or not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled))
+    exact = few or not (isinstance(gate_up, Fp8Matrix) and isinstance(down, Fp8Matrix))
     options = gate_up_bias, down_bias, limit
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         if not _sorts_plain(x, limit, impl):
@@ -180,8 +180,8 @@ def _exact_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: We
 
 def _tiled_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: Weight) -> torch.Tensor:
     """The same by CUDA on Hopper."""
-    assert isinstance(gate_up, BlockScaled)
-    assert isinstance(down, BlockScaled)
+    assert isinstance(gate_up, Fp8Matrix)
+    assert isinstance(down, Fp8Matrix)
     numbers = len(routing.order)
     gated, results = x.new_empty(numbers, down.shape[2]), x.new_empty(numbers, x.shape[1])
     launch_expert_tiles(x, gate_up, down, gated, results, routing)
@@ -190,8 +190,8 @@ def _tiled_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: We
 
 def _quantised_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: Weight, impl: Impl) -> torch.Tensor:
     """The same with quantised activations."""
-    assert isinstance(gate_up, BlockScaled)
-    assert isinstance(down, BlockScaled)
+    assert isinstance(gate_up, Fp8Matrix)
+    assert isinstance(down, Fp8Matrix)
     launch = launcher("linear.many_rows_triton", "launch_many_rows")
     numbers = len(routing.order)
     both = x.new_empty(numbers, gate_up.shape[1])

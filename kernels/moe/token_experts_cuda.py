@@ -12,8 +12,8 @@ import torch
 
 from ...common.arithmetic import ceil_div
 from ..backends.few_rows_cuda import OUTPUT_TILE, Format, can_run, launch_tiles
-from ..linear.block_format import BLOCK, BlockScaled, Weight
-from ..linear.block_scaled import CUDA_FORMAT as FP8_FORMAT
+from ..linear.fp8_format import BLOCK, Fp8Matrix, Weight
+from ..linear.fp8_linear import CUDA_FORMAT as FP8_FORMAT
 from ..linear.linear import CUDA_COLUMNS, CUDA_FORMAT
 from ..packed4.group_format import GroupScaled
 from ..packed4.int4_linear_cuda import cuda_format, integer_bytes
@@ -52,7 +52,7 @@ def _suits(weight: Weight, dtype: torch.dtype) -> bool:
     rows, columns = weight.shape[-2:]
     if isinstance(weight, torch.Tensor):
         return weight.dtype == dtype and columns % CUDA_COLUMNS == 0 and _aligned(weight)
-    if isinstance(weight, BlockScaled):
+    if isinstance(weight, Fp8Matrix):
         return columns % BLOCK == 0 and _aligned(weight.values, weight.scales)
     if isinstance(weight, GroupScaled):
         if rows % 16 or weight.zeros is None or weight.scales.dtype != dtype:
@@ -67,7 +67,7 @@ def _aligned(*tensors: torch.Tensor) -> bool:
 
 def _matrices(weight: Weight, rows: int) -> _Matrices:
     """The matrices, for a kernel that reads `rows` rows of x."""
-    if isinstance(weight, BlockScaled):
+    if isinstance(weight, Fp8Matrix):
         values, scales = weight.values, weight.scales
         sizes = weight.row_group, scales.stride(-2), 0 if weight.by_row else 1
         return _Matrices(FP8_FORMAT, 1, (values.data_ptr(), *[scales.data_ptr()] * 2), sizes, values.shape[-1] // BLOCK)

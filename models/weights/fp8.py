@@ -6,7 +6,7 @@
 
 A matrix `NAME` has a companion `NAME_scale_inv` or `NAME_scale`. Scales and limits of activations are not used, whether
 static or dynamic: products of few rows do not quantise activations, and products of many rows compute the scale of each
-token (kernels/linear/block_scaled.py).
+token (kernels/linear/fp8_linear.py).
 
 A matrix with a scale per block of 128 x 128, per row or per matrix stays in fp8 where GPUs multiply it. With a scale
 per block, it is expanded if a rank's columns begin or end inside a block.
@@ -19,8 +19,8 @@ import torch
 
 from ...common.arithmetic import ceil_div
 from ...common.errors import StartupError
-from ...kernels.linear.block_format import BLOCK, FP8, LARGEST, BlockScaled, common_row_group, supports_fp8
-from ...kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear, block_scaled_mlp
+from ...kernels.linear.fp8_format import BLOCK, FP8, LARGEST, Fp8Matrix, common_row_group, supports_fp8
+from ...kernels.linear.fp8_linear import fp8_gated_linear, fp8_linear, fp8_mlp
 from .format import Checkpoint, Matrix, SafetensorsFormat, StoredCheckpoint
 from .noise import draw_rows, generator
 from .schemes import Fp8Scheme
@@ -33,7 +33,7 @@ _SPREAD = 64.0
 """Standard deviation of random fp8 values; the largest number is at 7 of them."""
 
 
-class Fp8Weight(Weight[BlockScaled]):
+class Fp8Weight(Weight[Fp8Matrix]):
     @property
     def values(self) -> torch.Tensor:
         return self.operand.values
@@ -45,11 +45,11 @@ class Fp8Weight(Weight[BlockScaled]):
         return map(Fp8Weight, self.operand.experts())
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return block_scaled_linear(x, self.operand, bias)
+        return fp8_linear(x, self.operand, bias)
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False) -> torch.Tensor:
         assert not gelu, "GELU is not supported for fp8 weights"
-        return block_scaled_gated_linear(x, self.operand, bias)
+        return fp8_gated_linear(x, self.operand, bias)
 
     def mlp(
         self,
@@ -62,7 +62,7 @@ class Fp8Weight(Weight[BlockScaled]):
     ) -> torch.Tensor:
         if not isinstance(down, Fp8Weight):
             return super().mlp(x, down, bias, down_bias, gelu=gelu)
-        return block_scaled_mlp(x, self.operand, down.operand, bias, down_bias)
+        return fp8_mlp(x, self.operand, down.operand, bias, down_bias)
 
     def fill_scales(self, scales: torch.Tensor, start: tuple[int, ...]) -> None:
         """From those of the whole checkpoint tensor, of blocks or [rows, 1], for its part from index `start` on."""
@@ -140,9 +140,9 @@ class Fp8Format(SafetensorsFormat):
 
     def allocate(self, matrix: Matrix) -> Fp8Weight:
         if self.scheme.block is None:
-            return Fp8Weight(BlockScaled.allocate_by_row(*matrix.shape, device=matrix.device))
+            return Fp8Weight(Fp8Matrix.allocate_by_row(*matrix.shape, device=matrix.device))
         row_group = common_row_group(row for part in matrix.parts for row in (part.at, part.first_row))
-        return Fp8Weight(BlockScaled.allocate(*matrix.shape, row_group=row_group, device=matrix.device))
+        return Fp8Weight(Fp8Matrix.allocate(*matrix.shape, row_group=row_group, device=matrix.device))
 
     def draw(self, name: str, slot: Slot, spread: float) -> None:
         device, block = slot.target.device, self.scheme.block or (1, slot.shape[1])

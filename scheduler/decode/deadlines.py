@@ -150,8 +150,12 @@ class Lateness:
         self._slo_ttft_s = limits.slo_ttft_s
         self._local = local
         self._counters = counters
-        self._late_s = math.inf
-        """A longer time between two tokens is late, for requests without a limit of their own."""
+        self._least_s = LATE_GAPS * local.gap_limit_s()
+        """No shorter time between two tokens is late, for requests without a limit of their own. Nearly all are: the
+        limit itself, which depends on the time of a step, is then not needed.
+        """
+        self._late_s: float | None = None
+        """The limit for the tokens of the last step; None if it was not needed."""
         self._with_prompts: collections.deque[bool] = collections.deque(maxlen=limits.stages + 1)
         """Whether each of the last steps computed prompts. The token of a request takes a step in each stage; a step
         that computes prompts may also be between two that have none.
@@ -160,7 +164,7 @@ class Lateness:
     def step_ended(self, *, prompts: bool) -> None:
         """A step has ended, whose tokens follow. It computed `prompts` too."""
         self._with_prompts.append(prompts)
-        self._late_s = LATE_GAPS * self._local.gap_limit_s()
+        self._late_s = None
 
     def token(self, request: Request, now: float) -> None:
         """The request has its next token."""
@@ -171,8 +175,12 @@ class Lateness:
                 stages = request.timeline(now)
                 self._counters["late_first_token_" + max(FIRST_TOKEN_STAGES, key=stages.__getitem__)] += 1
             return
-        late_s = self._late_s if request.slo_itl_s is None else LATE_GAPS * request.slo_itl_s
-        if now - before > late_s and not request.had_late_gap:
+        least_s = self._least_s if request.slo_itl_s is None else LATE_GAPS * request.slo_itl_s
+        if now - before <= least_s or request.had_late_gap:
+            return
+        if self._late_s is None:
+            self._late_s = LATE_GAPS * self._local.gap_limit_s()
+        if request.slo_itl_s is not None or now - before > self._late_s:
             request.had_late_gap = True
             self._counters["late_gap_" + self._cause_of_gap(request, before, now)] += 1
 

@@ -67,6 +67,8 @@ class SlowMasks:
 
     def ask(self) -> int:
         """Have the masks computed of all requests whose newest token is known; returns how many."""
+        if not self._masks:
+            return 0
         ready = [request for request, mask in self._masks.items() if mask is _Mask.WANTED and not request.in_flight]
         for request in ready:
             number = next(self._next_number)

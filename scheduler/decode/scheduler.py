@@ -25,6 +25,7 @@ import collections
 import logging
 from collections.abc import Iterable, Sequence
 
+from ...common.arithmetic import ceil_div
 from ...common.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
@@ -37,7 +38,6 @@ from ...transfer.control.events import (
     PeerLost,
     PeerRefused,
     PeersUnreachable,
-    SendFailed,
 )
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
@@ -45,7 +45,6 @@ from ...transfer.protocol.messages import (
     CachedPrefixes,
     ChunkArrived,
     InstanceId,
-    KvDestination,
     Load,
     PrefillDone,
     StageArrived,
@@ -78,6 +77,7 @@ from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .dispatch.prefill_peers import PrefillPeer
 from .dispatch.staging import RankRing
+from .dispatch.turns import Turns
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .memory.resources import Resources
@@ -134,6 +134,9 @@ class DecodeScheduler:
             deadlines=self._deadlines,
         )
         self.requests = self.transitions.requests
+        self._turns = Turns(limits, self.dispatcher.peers, self.dispatcher.local.times)
+        self.pause_s = 0.0
+        """How long the next step waits while prefill computes on the same device; inf until the step in flight ends."""
         self._submissions = Submissions(
             resources,
             compiling=self.compiling,
@@ -206,9 +209,7 @@ class DecodeScheduler:
                 remote.peer_closed(instance, now)
             case PeersUnreachable(reasons=reasons):
                 peers.unreachable = reasons
-            case SendFailed(message=KvDestination() as message, reason=reason):
-                transitions.transfer_failed(TransferFailed(message.key, reason, retryable=True), now)
-            case PeerRefused() | SendFailed():
+            case PeerRefused():
                 pass  # logged by the control plane
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
@@ -299,6 +300,7 @@ class DecodeScheduler:
 
     def advance(self, now: float) -> None:
         """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
+        self.dispatcher.local.times.running = ceil_div(len(self.run_queue.running), self.limits.stages)
         if self._peers_changed:
             self._peers_changed = False
             self._submissions.peers_changed(now)
@@ -312,6 +314,7 @@ class DecodeScheduler:
         self.transitions.give_memory(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
+        self.pause_s = self._turns.pause_s(self.run_queue.running, now)
 
     def resumed(self, absent_s: float, now: float) -> None:
         """This process was stopped or starved for `absent_s`. That time does not count, neither for the wait for a
@@ -323,9 +326,11 @@ class DecodeScheduler:
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
-        step = self._next_step(now) if self.run_queue.may_start_step() else None
+        step = self._next_step(now) if self.may_start_step() else None
         if step is None:
             self.use_waiting_time()
+        else:
+            self.pause_s = self._turns.pause_s(self.run_queue.running, now)
         return step
 
     def _next_step(self, now: float) -> DecodeStep | None:
@@ -355,7 +360,7 @@ class DecodeScheduler:
 
     def may_start_step(self) -> bool:
         """Whether the ranks take another step."""
-        return self.run_queue.may_start_step()
+        return not self.pause_s and self.run_queue.may_start_step()
 
     def use_waiting_time(self) -> None:
         """Do work that would delay a step: call it when no step can start."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from ...transfer.control.events import PeerSnapshot
-from ...transfer.control.thread import Control
+from ...transfer.control.peers import AnyControl
 from ..decode.dispatch.prefill_peers import DispatchInputs
 from ..messages.frontend import PeerStatus
 from .decode_engine import DecodeEngine
@@ -17,7 +17,7 @@ NO_INPUTS = DispatchInputs(None, None)
 _WORST_FIRST = ("refused", "lost", "connecting", "paired")
 
 
-def control_counters(controls: Sequence[Control]) -> dict[str, float]:
+def control_counters(controls: Sequence[AnyControl]) -> dict[str, float]:
     """The counters of all control threads."""
     total: collections.Counter[str] = collections.Counter()
     for control in controls:
@@ -26,7 +26,7 @@ def control_counters(controls: Sequence[Control]) -> dict[str, float]:
 
 
 def peer_status(
-    controls: Sequence[Control], engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]
+    controls: Sequence[AnyControl], engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]
 ) -> tuple[PeerStatus, ...]:
     """The peers of a server. If several data-parallel ranks connect to one address, the connection in the worst state
     is shown.
@@ -78,7 +78,7 @@ def _worst(of_controls: Sequence[Sequence[PeerSnapshot]]) -> list[PeerSnapshot]:
     return list(found.values())
 
 
-def close_all(controls: Sequence[Control]) -> None:
+def close_all(controls: Sequence[AnyControl]) -> None:
     """Close all control threads at the same time: each waits for its peers."""
     closers = [threading.Thread(target=control.close, name="control-close") for control in controls]
     for closer in closers:

@@ -1,14 +1,14 @@
 """The engine of a decode server, or of one of its data-parallel ranks."""
 
 import logging
+import math
 
 from ...common.errors import ServerError
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import PeerUp
 from ...transfer.plan.pairing import share_device
 from ...transfer.plan.staged_regions import staged_regions
-from ...transfer.protocol.messages import AnyMessage, Hello, InstanceId, TransferKey, Welcome
-from ...transfer.protocol.wire import IntArray
+from ...transfer.protocol.messages import Hello, InstanceId, TransferKey, Welcome
 from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect
@@ -31,7 +31,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
         control: DecodeControl,
         hello: Hello,
     ) -> None:
-        super().__init__(scheduler, ranks)
+        super().__init__(scheduler, ranks, control)
         self.control = control
         self._hello = hello
 
@@ -47,8 +47,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     writes_both=welcome.enable_hisparse,
                     shares_device=share_device(self._hello.ranks, welcome.ranks),
                 )
-                if peer.shares_device and self.scheduler.limits.local_prefill == "auto":
-                    log.info("prefill %s has the same device: prompts after the first are computed here", endpoint)
+                if peer.shares_device:
+                    computed = self.scheduler.limits.local_prefill == "auto"
+                    effect = "prompts after the first are computed here" if computed else "steps wait for its prompts"
+                    log.info("prefill %s has the same device: %s", endpoint, effect)
                 self.scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case _:
                 super().handle(event, now)
@@ -58,9 +60,6 @@ class DecodeEngine(Engine[DecodeScheduler]):
             self.control.connect(effect.endpoint, client=effect.client)
         else:
             super().perform(effect)
-
-    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
-        self.control.send(instance, message, *arrays)
 
     def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:  # noqa: ARG002 (keys are unique)
         self.scheduler.fail_prompt(key, ServerError(reason), now)
@@ -73,6 +72,11 @@ class DecodeEngine(Engine[DecodeScheduler]):
         if step is None:
             return None
         return RunStep(step.command_id, (*map(decode_row, step.rows), *map(local_row, step.chunks)))
+
+    @property
+    def pause_s(self) -> float:
+        pause_s = self.scheduler.pause_s
+        return pause_s if pause_s < math.inf else 0.0
 
     def answered(self) -> bool:
         return not self.scheduler.requests

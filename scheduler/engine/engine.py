@@ -14,6 +14,7 @@ import numpy as np
 
 from ...common.words import counted
 from ...models.config.sharding import RankTokens
+from ...transfer.control.peers import AnyControl
 from ...transfer.protocol.messages import (
     AnyMessage,
     ChunkArrived,
@@ -28,7 +29,7 @@ from ...transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
-from ...transfer.protocol.wire import IntArray
+from ...transfer.protocol.wire import Array
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
 from ..messages.frontend import FlushCache
@@ -45,9 +46,10 @@ SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
 class Engine(abc.ABC, Generic[SchedulerT]):
     """The common part of both roles."""
 
-    def __init__(self, scheduler: SchedulerT, ranks: RankGroup) -> None:
+    def __init__(self, scheduler: SchedulerT, ranks: RankGroup, control: AnyControl) -> None:
         self.scheduler: SchedulerT = scheduler
         self._ranks = ranks
+        self._control = control
         self.steps_in_flight: collections.deque[tuple[float, RunStep]] = collections.deque()
         """The steps that the ranks have, and when each began: when it was sent, or when the step before it was done."""
         self.last_step: tuple[RunStep, float] | None = None
@@ -66,15 +68,15 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         """Perform one effect that is not for the frontend. Raises if it cannot be performed."""
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
-                self._send(instance, message, *(np.asarray(array, dtype=np.int32) for array in arrays))
+                self._send(instance, message, *map(_array, arrays))
             case SendToFrontend() | ConnectPeer():
                 raise TypeError(f"unexpected effect: {effect!r}")
             case _:
                 self._ranks.tell(effect)
 
-    @abc.abstractmethod
-    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         """Send a message to a peer."""
+        self._control.send(instance, message, *arrays)
 
     @abc.abstractmethod
     def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:
@@ -91,6 +93,11 @@ class Engine(abc.ABC, Generic[SchedulerT]):
     @abc.abstractmethod
     def answered(self) -> bool:
         """Whether every request has its terminal message."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long the next step waits, if not for an event; else 0."""
+        return 0.0
 
     def writes(self) -> bool:
         """Whether writes to peers are in flight (prefill): the peers wait for their end."""
@@ -114,6 +121,10 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
         return now - started
+
+
+def _array(numbers: Sequence[int]) -> Array:
+    return numbers if isinstance(numbers, bytes) else np.asarray(numbers, dtype=np.int32)
 
 
 def transfer_of(message: AnyMessage) -> TransferKey | None:

@@ -36,9 +36,9 @@ from ...models.loading.catalog import locate_model
 from ...models.loading.fingerprint import fingerprints
 from ...transfer.control.curve import ClusterKeys
 from ...transfer.control.decode import UNPAIRED_S, DecodeControl
+from ...transfer.control.peers import AnyControl
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.control.session import Timing
-from ...transfer.control.thread import Control
 from ...transfer.mooncake.library import prepare_environment
 from ...transfer.mooncake.transports import describe_transport_mismatch
 from ...transfer.plan.pairing import check_pair
@@ -184,6 +184,11 @@ class Leader:
         """
         return self._peer_infos[engine :: self._config.dp_size]
 
+    def _introduction_of(self, instance: InstanceId, engine: int) -> tuple[int, InstanceId, str, str, tuple[Rank, ...]]:
+        """The first fields of Hello and Welcome."""
+        fingerprint, name = self._fingerprints.protocol3, self._source.name
+        return PROTOCOL_VERSION, instance, fingerprint, name, self._ranks_of(engine)
+
     def _rank_group(self, engine: int) -> RankGroup:
         return RankGroup(self._ranks, range(engine, self._config.world_size, self._config.dp_size))
 
@@ -216,14 +221,8 @@ class Leader:
         no support for data-parallel attention.
         """
         single = config.dp_size == 1
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            instance=self._instance if single else dp_instance(self._instance, number),
-            model_fingerprint=self._fingerprints.protocol3,
-            model_name=self._source.name,
-            ranks=self._ranks_of(number),
-            enable_hisparse=config.enable_hisparse,
-        )
+        instance = self._instance if single else dp_instance(self._instance, number)
+        hello = Hello(*self._introduction_of(instance, number), enable_hisparse=config.enable_hisparse)
         scheduler = DecodeScheduler(
             limits,
             PageAllocator[KvPage](self._num_pages),
@@ -278,20 +277,14 @@ class Leader:
     def _rank_rings(self, engine: int) -> list[RankRing]:
         """The staging ring of each rank of an engine; empty where staging is off."""
         return [
-            RankRing(StagingRing(rank.ring.size_bytes, epoch=rank.ring.epoch), cell_bytes(rank.pools[0].layout))
+            RankRing(StagingRing(rank.ring.size_bytes), cell_bytes(rank.pools[0].layout))
             for rank in self._ranks_of(engine)
             if rank.ring is not None
         ]
 
     def _serve_prefill(self, config: PrefillConfig) -> None:
-        welcome = Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            instance=self._instance,
-            model_fingerprint=self._fingerprints.protocol3,
-            model_name=self._source.name,
-            ranks=self._ranks_of(0),  # data-parallel ranks are equal, and one of them writes the KV of a prompt
-            enable_hisparse=True,
-        )
+        # data-parallel ranks are equal, and one of them writes the KV of a prompt
+        welcome = Welcome(*self._introduction_of(self._instance, 0), enable_hisparse=True)
         limits = PrefillLimits.of(
             config,
             chunk_size=self._step_limit,
@@ -332,7 +325,7 @@ class Leader:
         problems = (describe_transport_mismatch(config.transport, ours, theirs) for ours, theirs in pairs)
         return next(filter(None, problems), None)
 
-    def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[Control]) -> None:
+    def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[AnyControl]) -> None:
         watchdog = Watchdog(loop, controls)
         # an idle loop sleeps for IDLE_WAIT_S
         lag = LoopLag(lambda: time.monotonic() - loop.turned_at - IDLE_WAIT_S)

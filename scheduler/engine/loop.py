@@ -156,8 +156,9 @@ class EngineLoop(Generic[EngineT]):
         """Handle the events in the inbox, for EVENTS_S at most; wait up to IDLE_WAIT_S for the first. If an event
         raises, the others are handled nevertheless.
         """
-        event = None if self._idle_published else self._next_event(QUIET_S)
-        if event is None:
+        pause_s = max(engine.pause_s for engine in self.engines)
+        event = None if self._idle_published else self._next_event(pause_s or QUIET_S)
+        if event is None and not pause_s:
             if not self._idle_published:
                 self._publish(force=True)
                 self._idle_published = True

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...common.sampling import PackedLogprobs
-from ...transfer.control.events import PeerClosed, PeerUp, SendFailed
+from ...transfer.control.events import PeerClosed, PeerUp
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.plan.page_sizes import describe_page_sizes
 from ...transfer.plan.staged_regions import staged_regions
@@ -15,11 +15,10 @@ from ...transfer.protocol.messages import (
     Hello,
     InstanceId,
     PrefillDone,
-    TransferFailed,
     TransferKey,
     Welcome,
 )
-from ...transfer.protocol.wire import IntArray, WireError
+from ...transfer.protocol.wire import Array, WireError
 from ..messages.ranks import ClosePeer, OpenPeer, PeerRoutes, RunStep
 from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
@@ -52,8 +51,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
         control: PrefillControl,
         welcome: Welcome,
     ) -> None:
-        super().__init__(scheduler, ranks)
-        self._control = control
+        super().__init__(scheduler, ranks, control)
         self._welcome = welcome
         self.routes: dict[str, KvRoutes] = {}
         """By decode server. Read by another thread."""
@@ -82,14 +80,12 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self.routes.pop(instance, None)
                 self._routes_of.pop(instance, None)
                 super().handle(event, now)
-            case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
-                self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
             case _:
                 super().handle(event, now)
 
-    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         try:
-            self._control.send(instance, message, *arrays)
+            super()._send(instance, message, *arrays)
         except WireError as error:
             if not isinstance(message, PrefillDone):
                 raise

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ...transfer.control.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerUp
-from ...transfer.protocol.messages import Abort, KvDestination, StageFree, StageGrant
+from ...transfer.protocol.messages import Abort, KvDestination, StageGrant
 from ..decode.balancer import choose_for_submit, rebalance
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import Cancel, FlushCache, Submit
-from ..prefill.balancer import choose_for_prompt
 from ..prefill.request import TransferRef
 from ..prefill.scheduler import PrefillScheduler
 from .engine import SchedulerT
@@ -82,8 +81,8 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
     """Events of the frontend and of the control thread of a prefill server."""
 
     def route(self, event: object) -> Sequence[int]:
-        """Decode servers pair with all engines. If no scheduler has the transfer of an Abort or the staged part of a
-        grant, it has ended: the first engine answers.
+        """Decode servers pair with all engines. If no engine has the transfer of an Abort or a grant, it has ended: the
+        first one answers.
         """
         if len(self._all) == 1:
             return self._all
@@ -92,11 +91,9 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
                 known = self._holder((instance, key))
                 return (choose_for_prompt(self._schedulers, prompt.tolist()) if known is None else known,)
             case MessageReceived(message=Abort(key=key), instance=instance):
-                holder = self._holder((instance, key))
-                return (holder or 0,)
-            case MessageReceived(message=StageGrant(part=part) | StageFree(part=part), instance=instance):
-                sends = (scheduler.staging for scheduler in self._schedulers)
-                return (next((number for number, staged in enumerate(sends) if staged.holds(instance, part)), 0),)
+                return (self._holder((instance, key)) or 0,)
+            case MessageReceived(message=StageGrant(part=part), instance=instance):
+                return (self._holder((instance, part.key)) or 0,)
             case PeerUp() | PeerLost() | PeerClosed() | LoadReported() | FlushCache():
                 return self._all
             case _:
@@ -105,3 +102,16 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
     def _holder(self, ref: TransferRef) -> int | None:
         """The engine that has this transfer."""
         return next((number for number in self._all if ref in self._schedulers[number].requests), None)
+
+
+def choose_for_prompt(schedulers: Sequence[PrefillScheduler], prompt: Sequence[int]) -> int:
+    """The number of the scheduler that would have the fewest tokens to compute, including this prompt without the part
+    that its cache has.
+    """
+
+    def key(number: int) -> tuple[int, int]:
+        scheduler = schedulers[number]
+        cached = len(scheduler.cache.match(prompt, len(prompt) - 1)) * scheduler.limits.page_size
+        return scheduler.waiting_tokens - cached, scheduler.pages.held
+
+    return min(range(len(schedulers)), key=key)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...common.stuck import STUCK_S, Watch
-from ...transfer.control.thread import Control
+from ...transfer.control.peers import AnyControl
 from ..messages.ranks import RunStep
 from ..messages.step import tokens_of
 from .engine import Engine
@@ -24,7 +24,7 @@ class Watchdog:
     """Call `problems()` a few times a second, on one thread."""
 
     def __init__(
-        self, loop: EngineLoop[Any], controls: Sequence[Control], *, clock: Callable[[], float] = time.monotonic
+        self, loop: EngineLoop[Any], controls: Sequence[AnyControl], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._loop = loop
         self._controls = controls

@@ -17,7 +17,7 @@ from .ranks import CancelChunks, GrammarCommand, HotCommand, PageCommand, PartCo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendToPeer:
-    """Send a control message, followed by integer arrays."""
+    """Send a control message, followed by integer arrays. One that is `bytes` is sent as it is."""
 
     instance: InstanceId
     message: AnyMessage

@@ -8,7 +8,7 @@ from ...common.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
-from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey, unpack_text
+from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey
 from ..chunking.chunk_queue import Chunk
 from ..chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ..messages.frontend import PromptSent
@@ -20,6 +20,8 @@ DEADLINE_GRACE_S = 2.0
 for a decode server that does not.
 """
 
+TRACE_ARRAY = 3
+"""The number of the array of a KvDestination that is bytes."""
 TransferRef = tuple[InstanceId, TransferKey]
 """Identifies a transfer: each decode instance numbers its keys on its own."""
 
@@ -69,6 +71,8 @@ class PrefillRequest:
         self.arrived_at = now - waited_s
         """On decode."""
         self.path: KvPath = "device"
+        self.staged = False
+        """A part of its KV goes through the staging rings of the decode server."""
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         first = PrefillState.WAITING if destination.sampling.grammar is None else PrefillState.COMPILING
         self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, first, now)
@@ -121,7 +125,7 @@ class PrefillRequest:
         cls, instance: InstanceId, destination: KvDestination, arrays: Sequence[Sequence[int]], now: float
     ) -> "PrefillRequest":
         """From a message and its arrays. Older peers send fewer arrays, newer ones may send more."""
-        prompt, indices, hot_indices, trace, deadline, *_ = (*arrays, (), (), ())
+        prompt, indices, hot_indices, trace, deadline, *_ = (*arrays, (), b"", ())
         waited_ms, slo_ttft_ms, *_ = (*deadline, 0, 0)
         return cls(
             instance,
@@ -130,7 +134,7 @@ class PrefillRequest:
             list(indices),
             now,
             list(hot_indices),
-            traceparent=unpack_text(trace) or None,
+            traceparent=bytes(trace).rstrip(b"\0").decode(errors="replace") or None,
             waited_s=waited_ms / 1000,
             slo_ttft_s=slo_ttft_ms / 1000 or None,
         )

@@ -12,7 +12,7 @@ message, only after all chunks in flight have reported their end.
 import collections
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
@@ -23,7 +23,6 @@ from ...transfer.control.events import (
     PeerClosed,
     PeerLost,
     PeerRefused,
-    SendFailed,
 )
 from ...transfer.data.chunks import joined
 from ...transfer.plan.staged_regions import StagedRegion
@@ -51,8 +50,7 @@ from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
-from .request import PageSpace, PrefillRequest, PrefillStep
-from .stored_prefixes import StoredPrefixes
+from .request import TRACE_ARRAY, PageSpace, PrefillRequest, PrefillStep
 from .transitions import Transitions
 
 _COUNTED_STATES = tuple(state.value for state in PrefillState if state is not PrefillState.CLOSED)
@@ -87,10 +85,8 @@ class PrefillScheduler:
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
         self._compiling: GrammarQueue[PrefillRequest] = GrammarQueue(self._outbox)
         self.kv_store: KvStore[PrefillRequest] | None = None
-        self.stored: StoredPrefixes | None = None
         if store_limits is not None:
             self.kv_store = KvStore(store_limits, pages, self.cache, self.counters, self._outbox)
-            self.stored = StoredPrefixes(self.kv_store, self.cache, self.counters)
         self._transitions = Transitions(
             limits,
             pages,
@@ -98,8 +94,9 @@ class PrefillScheduler:
             self._outbox,
             compiling=self._compiling,
             waiting=self._waiting,
-            stored=self.stored,
             computing=self._computing,
+            cache=self.cache,
+            store=self.kv_store,
         )
         self.requests = self._transitions.requests
         self.staging = self._transitions.staging
@@ -112,34 +109,33 @@ class PrefillScheduler:
         transitions = self._transitions
         match event:
             case MessageReceived(instance=instance, message=KvDestination() as message, arrays=arrays):
-                lists = [array.tolist() for array in arrays]
-                self.receive(PrefillRequest.received(instance, message, lists, now), now)
+                numbers = [a.tobytes() if at == TRACE_ARRAY else a.tolist() for at, a in enumerate(arrays)]
+                self.receive(PrefillRequest.received(instance, message, numbers, now), now)
             case MessageReceived(instance=instance, message=Abort(key=key, reason=reason)):
                 if (aborted := self.requests.get((instance, key))) is not None:
                     transitions.close(aborted, reason, now, aborted=True)
                 else:  # it has ended: none of its writes are in flight
                     self._outbox.append(SendToPeer(instance, AbortAck(key)))
-            case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
-                self.staging.receive(instance, message, now)
-                transitions.take_ended_chunks(now)
+            case MessageReceived(instance=instance, message=StageGrant() as message):
+                if (problem := self.staging.granted(instance, message)) is not None:
+                    transitions.close(self.requests[instance, message.part.key], problem, now)
+            case MessageReceived(message=StageFree()):
+                pass  # an answer to a final message, for earlier versions
             case ChunkReport(written=written):
                 chunk = written.instance, written.key, written.token_start
                 if (parts := self._chunk_reports.add("chunk", chunk, written)) is not None:
-                    self.staging.chunk_written(joined(parts), now)
-                    transitions.take_ended_chunks(now)
+                    transitions.chunk_written(joined(parts), now)
             case PartReport(written=part):
-                self.staging.part_written(part, now)
-                transitions.take_ended_chunks(now)
+                transitions.part_written(part, now)
             case GrammarReady(number=number, problem=problem):
                 if (compiled := self._compiling.take(number)) is not None:
                     transitions.compiled(compiled, now)
                     if problem is not None:
                         compiled.retryable = False
                         transitions.close(compiled, f"the grammar {problem}", now)
-            case StoreLoaded() | StoreWritten() | StorePinged() if self.stored is not None:
-                loaded = self.stored.handle(event, now)
-                if loaded is not None and loaded.state is PrefillState.LOADING:
-                    transitions.compute(loaded, now)
+            case StoreLoaded() | StoreWritten() | StorePinged() if self.kv_store is not None:
+                if (loaded := self.kv_store.handle(event, now)) is not None:
+                    transitions.loaded(loaded.owner, loaded.tokens, now)
             case LoadReported(instance=instance, load=load):
                 if load.cache_reports and instance in transitions.spaces and self.limits.prefix_cache:
                     self.reports.subscribe(instance)
@@ -150,10 +146,9 @@ class PrefillScheduler:
                 self.reports.unsubscribe(instance)
                 for request in [request for request in self.requests.values() if request.instance == instance]:
                     transitions.close(request, f"prefill lost the decode server: {reason}", now)
-                self.staging.peer_lost(instance)
             case PeerClosed(instance=instance):
-                self.staging.peer_closed(instance)
-            case PeerRefused() | SendFailed():
+                self.staging.regions.pop(instance, None)
+            case PeerRefused():
                 pass  # logged by the control plane
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
@@ -161,7 +156,8 @@ class PrefillScheduler:
     def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedRegion] = ()) -> None:
         """A decode server paired, with these pages; `staged` are the regions that go through its staging rings."""
         self._transitions.spaces[instance] = pages
-        self.staging.peer_up(instance, staged)
+        if regions := list(staged):
+            self.staging.regions[instance] = regions
 
     def receive(self, request: PrefillRequest, now: float) -> None:
         """Queue a new request, now or when its grammar is compiled; or refuse it at once."""
@@ -176,7 +172,6 @@ class PrefillScheduler:
             self._transitions.reply(request, refusal)
             return
         self.counters["requests"] += 1
-        request.path = self._transitions.spaces[request.instance].path(request.destination)
         self._expire_at = min(self._expire_at, request.deadline)
         self._transitions.receive(request)
 
@@ -210,8 +205,6 @@ class PrefillScheduler:
         """Handle what is due: deadlines, pages for waiting requests. Call once per loop turn."""
         if now >= self._expire_at:
             self._expire(now)
-        self.staging.due(now)
-        self._transitions.take_ended_chunks(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
         self._start_waiting(now)
@@ -235,9 +228,10 @@ class PrefillScheduler:
         if step is None:
             return None
         for request, start, end in step.chunks:
-            self.staging.request(request.ref, max(start, request.destination.prefix_tokens), end, now)
-            if not (request.destination.verify or self.staging.stages(request.instance)):
-                self._transitions.send(request, start, end, now, after=step.command_id)
+            if request.staged:
+                self.staging.request(request.ref, max(start, request.destination.prefix_tokens), end)
+            elif not request.destination.verify:
+                self._transitions.send(request, start, end, after=step.command_id)
                 request.written = end
         return step
 
@@ -267,15 +261,15 @@ class PrefillScheduler:
             request.computed = end
             request.input_logprobs += result.prompt_logprobs
             if request.written < end:
-                self._transitions.send(request, start, end, now)
+                self._transitions.send(request, start, end)
             if end <= request.destination.prefix_tokens:
                 self._report_begun(request)
             # after every chunk: to insert a long prompt all at once would delay its first token by milliseconds
             grant = request.granted
             self.cache.insert(request.prompt, grant.pages, request.inserted, end=end, freed=grant.freed)
             self._computing.cached(request)
-            if self.stored is not None:
-                self.stored.offer(request)
+            if self.kv_store is not None and request.chain is not None:
+                self.kv_store.offer(request.chain, request.prompt, request.inserted)
             self._transitions.free_unseen(request)
             if chunk.last:
                 request.first_tokens = result.drawn
@@ -323,19 +317,14 @@ class PrefillScheduler:
     @property
     def waiting_tokens(self) -> int:
         """Tokens that are not computed yet."""
-        waiting = (*self._compiling, *self._waiting, *self._loading, *self._computing)
+        waiting = (*self._compiling, *self._waiting, *self._transitions.loading, *self._computing)
         return sum(request.prompt_tokens - request.computed for request in waiting)
-
-    @property
-    def _loading(self) -> Collection[PrefillRequest]:
-        """LOADING requests."""
-        return self.stored.loading if self.stored is not None else ()
 
     def load(self) -> Load:
         running, limits = self._running, self.limits
         tokens_per_s = self._computing.rate.per_s or 0.0
         return Load(
-            waiting_requests=self._queued + len(self._loading) + len(self._computing) - running,
+            waiting_requests=self._queued + len(self._transitions.loading) + len(self._computing) - running,
             running_requests=running,
             waiting_tokens=self.waiting_tokens,
             accepting=not self._transitions.leaving,

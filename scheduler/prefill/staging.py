@@ -4,18 +4,18 @@ Pure: events in, effects out. A chunk is divided into parts; each part is writte
 region and its KV is computed. A chunk ends when its direct writes and all its parts have ended. It is then reported as
 one ChunkWritten, like a chunk without staging.
 
-    REQUESTED -> GRANTED -> WRITING -> WRITTEN     (StageArrived)
-        '-----------'----------'-----> STOPPED     (StageStopped)      then StageFree from decode removes the part
+    REQUESTED -> GRANTED -> WRITING -> StageArrived
+        '-----------'----------'-----> StageStopped
 
-Messages may be lost, repeated or reordered: a message without an answer is sent again, and a repeated answer changes
-nothing. The final message about a part is StageArrived or StageStopped. Decode frees no region without it, so it is
-sent only when no write of the part is running and none will follow.
+Decode frees no region without the final message about its part, StageArrived or StageStopped, so it is sent only when
+no write of the part is running and none will follow. A grant that crosses it is ignored.
 """
 
 import collections
-import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from ...memory.pages import pages_holding
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten, joined_bytes
@@ -23,7 +23,6 @@ from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     InstanceId,
     StageArrived,
-    StageFree,
     StageGrant,
     StagePart,
     StageRequest,
@@ -32,267 +31,155 @@ from ...transfer.protocol.messages import (
 from ..messages.effects import Effect, SendToPeer
 from .request import TransferRef
 
-RESEND_AFTER_S = 1.0
-
 
 @dataclass(slots=True)
-class _Peer:
-    """One connection of a decode server. After a reconnect, the server has no record of parts from before."""
-
-    regions: Sequence[StagedRegion]
-    up: bool = True
-    closed: bool = False
-
-
-class _State(enum.Enum):
-    REQUESTED = enum.auto()
-    GRANTED = enum.auto()
-    WRITING = enum.auto()
-    WRITTEN = enum.auto()
-    STOPPED = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
 class _Part:
-    """A part for which decode has not sent StageFree. `message` is sent again until decode answers it."""
+    """A part that has not ended."""
 
-    part: StagePart
     size_bytes: int
     ring_bytes: int
-    chunk: "_Chunk"
-    message: StageRequest | StageArrived | StageStopped
-    sent_at: float
-    state: _State = _State.REQUESTED
     grant: StageGrant | None = None
+    writing: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
     """Tokens of a transfer for which regions were requested."""
 
-    ref: TransferRef
-    token_start: int
-    peer: _Peer
-    unfinished: dict[StagePart, _Part] = field(default_factory=dict)
-    """Parts that are REQUESTED, GRANTED or WRITING, in the order of the requests."""
+    parts: dict[StagePart, _Part] = field(default_factory=dict)
+    """Those that have not ended, in the order of the requests."""
+    stopped: bool = False
     write: ChunkWrite | None = None
     """Set when the chunk is computed."""
     direct: ChunkWritten | None = None
     """Set when the direct writes have ended on all ranks."""
     written: list[PartWritten] = field(default_factory=list)
-    problem: str | None = None
 
     def result(self) -> ChunkWritten | None:
         """How the chunk has ended; None while any of its writes is still running or waiting."""
-        direct = self.direct
-        if direct is None or self.unfinished:
+        if self.direct is None or self.parts:
             return None
-        reason = self.problem if direct.ok else direct.reason
-        return ChunkWritten(
-            instance=direct.instance,
-            key=direct.key,
-            token_start=direct.token_start,
-            token_end=direct.token_end,
-            ok=reason is None,
-            reason=reason or "",
-            late_writes=direct.late_writes or any(part.late_writes for part in self.written),
-            writes=direct.writes + sum(part.writes for part in self.written),
-            bytes_written=direct.bytes_written + sum(part.bytes_written for part in self.written),
-            checksums=direct.checksums if reason is None else (),
-            transport_bytes=joined_bytes([direct.transport_bytes, *(part.transport_bytes for part in self.written)]),
+        ended: list[ChunkWritten | PartWritten] = [self.direct, *self.written]
+        return msgspec.structs.replace(
+            self.direct,
+            late_writes=any(one.late_writes for one in ended),
+            writes=sum(one.writes for one in ended),
+            bytes_written=sum(one.bytes_written for one in ended),
+            transport_bytes=joined_bytes(one.transport_bytes for one in ended),
         )
 
 
 class StagedSends:
-    """All staged chunks of a prefill server. A ChunkWritten of a chunk without staged parts is passed on unchanged."""
+    """The staged chunks of a prefill server."""
 
     def __init__(self, page_size: int, counters: "collections.Counter[str]", effects: list[Effect]) -> None:
         """Appends to `effects`."""
+        self.regions: dict[InstanceId, Sequence[StagedRegion]] = {}
+        """What is staged to each paired decode server, if anything is."""
         self._page_size = page_size
         self._counters = counters
         self._effects = effects
-        self._peers: dict[InstanceId, _Peer] = {}
-        self._chunks: dict[tuple[TransferRef, int], _Chunk] = {}
-        """By transfer and first token."""
-        self._parts: dict[tuple[InstanceId, StagePart], _Part] = {}
-        self._ended: list[ChunkWritten] = []
+        self._chunks: dict[TransferRef, dict[int, _Chunk]] = {}
+        """Those that have not ended, by transfer and first token."""
 
     @property
     def parts(self) -> int:
         """Parts that wait for their region or their KV, or are being written."""
-        return sum(len(chunk.unfinished) for chunk in self._chunks.values())
+        return sum(len(chunk.parts) for chunks in self._chunks.values() for chunk in chunks.values())
 
-    def holds(self, instance: InstanceId, part: StagePart) -> bool:
-        """Whether a part for this decode server is ours, and decode is not done with it."""
-        return (instance, part) in self._parts
-
-    def stages(self, instance: InstanceId) -> bool:
-        """Whether some regions for this decode server are staged."""
-        return instance in self._peers
-
-    def peer_up(self, instance: InstanceId, regions: Iterable[StagedRegion]) -> None:
-        """A decode server paired; these regions are staged. If it was only silent, its connection and parts go on."""
-        staged = list(regions)
-        if instance in self._peers:
-            self._peers[instance].up = True
-        elif staged:
-            self._peers[instance] = _Peer(staged)
-
-    def peer_lost(self, instance: InstanceId) -> None:
-        """Send nothing again until the server is back."""
-        if instance in self._peers:
-            self._peers[instance].up = False
-
-    def peer_closed(self, instance: InstanceId) -> None:
-        """The connection does not come back. Parts that are being written still report their end."""
-        peer = self._peers.pop(instance, None)
-        if peer is not None:
-            peer.up, peer.closed = False, True
-            for ref, part in list(self._parts.items()):
-                if part.chunk.peer is peer and part.part not in part.chunk.unfinished:
-                    del self._parts[ref]
-
-    def request(self, ref: TransferRef, start: int, end: int, now: float) -> None:
+    def request(self, ref: TransferRef, start: int, end: int) -> None:
         """Request regions for tokens [start, end) before they are computed."""
+        if start >= end:
+            return
         instance, key = ref
-        peer = self._peers.get(instance)
-        if peer is None or start >= end:
-            return
-        chunk = self._chunks[ref, start] = _Chunk(ref, start, peer)
-        parts = [(part, region) for region in peer.regions for part in region.parts(key, start, end)]
-        for part, region in sorted(parts, key=lambda entry: entry[0].token_start):  # so that writing ranks take turns
+        parts = [(part, region) for region in self.regions[instance] for part in region.parts(key, start, end)]
+        parts.sort(key=lambda entry: entry[0].token_start)  # so that writing ranks take turns
+        chunk = self._chunks.setdefault(ref, {})[start] = _Chunk()
+        for part, region in parts:
             size_bytes = part.tokens * region.token_bytes
-            message = StageRequest(part, size_bytes)
-            outgoing = _Part(part, size_bytes, region.ring.size_bytes, chunk, message, now)
-            chunk.unfinished[part] = self._parts[instance, part] = outgoing
-            self._send(outgoing, message, now)
+            chunk.parts[part] = _Part(size_bytes, region.ring.size_bytes)
+            self._effects.append(SendToPeer(instance, StageRequest(part, size_bytes)))
 
-    def send(self, write: ChunkWrite, now: float) -> None:
+    def send(self, write: ChunkWrite) -> None:
         """The KV of a chunk is computed: write the parts that have a region now, the others when they get one."""
-        ref = (write.instance, write.key)
-        if write.instance not in self._peers:
-            return
-        if (ref, write.token_start) not in self._chunks:
-            self.request(ref, write.token_start, write.token_end, now)
-        chunk = self._chunks[ref, write.token_start]
+        ref = write.instance, write.key
+        if write.token_start not in self._chunks.get(ref, {}):
+            self.request(ref, write.token_start, write.token_end)
+        chunk = self._chunks[ref][write.token_start]
         chunk.write = write
-        for part in chunk.unfinished.values():
-            self._counters["staged_grants_waited"] += part.state is _State.REQUESTED
-            self._write_if_ready(part)
+        for part, state in chunk.parts.items():
+            self._counters["staged_grants_waited"] += state.grant is None
+            self._write_if_ready(chunk, part)
 
-    def abort(self, ref: TransferRef, reason: str, now: float) -> None:
-        """Start no more writes of a transfer. Chunks that were passed to send() end when their running writes end."""
-        self._stop(ref, reason, now)
-        for chunk in self._chunks_of(ref):
-            if chunk.write is None:
-                del self._chunks[ref, chunk.token_start]
+    def granted(self, instance: InstanceId, grant: StageGrant) -> str | None:
+        """Decode grants the region of a part. Returns the reason if the transfer has to fail."""
+        part = grant.part
+        chunks = self._chunks.get((instance, part.key), {})
+        chunk = next((chunk for chunk in chunks.values() if part in chunk.parts), None)
+        if chunk is None or chunk.parts[part].grant is not None:
+            return None
+        state = chunk.parts[part]
+        if not 0 <= grant.offset <= state.ring_bytes - state.size_bytes:
+            return f"decode granted offset {grant.offset} of a ring of {state.ring_bytes} bytes"
+        state.grant = grant
+        self._write_if_ready(chunk, part)
+        return None
 
-    def receive(self, instance: InstanceId, message: StageGrant | StageFree, now: float) -> None:
-        """Decode grants the region of a part, or is done with the part."""
-        peer = self._peers.get(instance)
-        if peer is None:
-            return
-        part = self._parts.get((instance, message.part))
-        if part is None or part.chunk.peer is not peer:  # unknown, or of an earlier connection
-            if isinstance(message, StageGrant):
-                self._effects.append(SendToPeer(instance, StageStopped(message.part)))
-            return
-        match message:
-            case StageGrant(offset=offset) if part.state is _State.REQUESTED:
-                if 0 <= offset <= part.ring_bytes - part.size_bytes:
-                    part.state, part.grant = _State.GRANTED, message
-                    self._write_if_ready(part)
-                else:
-                    reason = f"decode granted offset {offset} of a ring of {part.ring_bytes} bytes"
-                    self._stop(part.chunk.ref, reason, now)
-            case StageFree() if part.state is not _State.WRITING:
-                # While a part is being written, StageFree is ignored: decode repeats it after the final message.
-                del self._parts[instance, message.part]
-                if part.chunk.unfinished.pop(message.part, None) is not None:
-                    self._stop(part.chunk.ref, "decode has abandoned the transfer", now)
-
-    def part_written(self, written: PartWritten, now: float) -> None:
-        """The write of a part has ended on its rank, successfully or not."""
-        part = self._parts[written.instance, written.part]
-        assert part.state is _State.WRITING, f"{written.part} was not being written"
-        assert part.grant is not None, "a part is written into its grant"
-        chunk = part.chunk
-        del chunk.unfinished[written.part]
+    def part_written(self, written: PartWritten) -> ChunkWritten | None:
+        """The write of a part has ended on its rank. Returns how its chunk has ended, if it was the last."""
+        chunks = self._chunks[written.instance, written.part.key]
+        start, chunk = next((start, chunk) for start, chunk in chunks.items() if written.part in chunk.parts)
+        state = chunk.parts.pop(written.part)
+        assert state.writing, f"{written.part} was not being written"
+        assert state.grant is not None, "a part is written into its grant"
         chunk.written.append(written)
         if written.ok:
             self._counters["staged_parts"] += 1
             self._counters["staged_bytes"] += written.bytes_written
-        if chunk.peer.closed:
-            del self._parts[written.instance, written.part]
-        elif written.ok and chunk.problem is None:
-            part.state = _State.WRITTEN
-            self._send(part, StageArrived(written.part, part.grant.region), now)
-        else:
-            part.state = _State.STOPPED
-            self._send(part, StageStopped(written.part, written.late_writes), now)
-        if not written.ok:
-            self._stop(chunk.ref, written.reason, now)
-        self._check_end(chunk)
+        final: StageArrived | StageStopped = StageStopped(written.part, written.late_writes)
+        if written.ok and not chunk.stopped:
+            final = StageArrived(written.part, state.grant.region)
+        self._effects.append(SendToPeer(written.instance, final))
+        return self._take_ended((written.instance, written.part.key), start)
 
-    def chunk_written(self, written: ChunkWritten, now: float) -> None:
-        """The direct writes of a chunk have ended on all ranks."""
-        chunk = self._chunks.get(((written.instance, written.key), written.token_start))
-        if chunk is None:
-            self._ended.append(written)
-            return
-        chunk.direct = written
-        if not written.ok:
-            self._stop(chunk.ref, written.reason, now)
-        self._check_end(chunk)
+    def chunk_written(self, written: ChunkWritten) -> ChunkWritten | None:
+        """The direct writes of a chunk have ended on all ranks. Returns how the chunk has ended, if it has."""
+        ref = written.instance, written.key
+        self._chunks[ref][written.token_start].direct = written
+        return self._take_ended(ref, written.token_start)
 
-    def due(self, now: float) -> None:
-        """Send again what decode has not answered in RESEND_AFTER_S."""
-        for part in self._parts.values():
-            waits_for_answer = part.state in (_State.REQUESTED, _State.WRITTEN, _State.STOPPED)
-            if waits_for_answer and part.chunk.peer.up and now - part.sent_at >= RESEND_AFTER_S:
-                self._send(part, part.message, now)
-
-    def take_ended(self) -> list[ChunkWritten]:
-        """Chunks that have ended since the last call."""
-        ended, self._ended = self._ended, []
+    def stop(self, ref: TransferRef) -> list[ChunkWritten]:
+        """Start no more writes of a transfer. Returns the chunks that have ended; others end with their running writes.
+        Chunks that were not passed to send() are dropped.
+        """
+        ended = []
+        for start, chunk in self._chunks.pop(ref, {}).items():
+            chunk.stopped = True
+            for part in [part for part, state in chunk.parts.items() if not state.writing]:
+                del chunk.parts[part]
+                self._effects.append(SendToPeer(ref[0], StageStopped(part)))
+            if (result := chunk.result()) is not None:
+                ended.append(result)
+            elif chunk.write is not None:
+                self._chunks.setdefault(ref, {})[start] = chunk
         return ended
 
-    def _send(self, part: _Part, message: StageRequest | StageArrived | StageStopped, now: float) -> None:
-        part.message, part.sent_at = message, now
-        self._effects.append(SendToPeer(part.chunk.ref[0], message))
+    def _take_ended(self, ref: TransferRef, start: int) -> ChunkWritten | None:
+        """Remove a chunk, and return how it has ended, if it has."""
+        chunks = self._chunks[ref]
+        result = chunks[start].result()
+        if result is not None:
+            del chunks[start]
+            if not chunks:
+                del self._chunks[ref]
+        return result
 
-    def _write_if_ready(self, part: _Part) -> None:
-        write = part.chunk.write
-        if part.state is not _State.GRANTED or write is None or part.chunk.peer.closed:
+    def _write_if_ready(self, chunk: _Chunk, part: StagePart) -> None:
+        state, write = chunk.parts[part], chunk.write
+        if state.grant is None or write is None:
             return
-        assert part.grant is not None, "a granted part has its grant"
-        part.state = _State.WRITING
+        state.writing = True
         first = write.token_start - write.token_start % self._page_size  # the first token of the chunk's first page
-        start, end = part.part.token_start - first, part.part.token_end - first
+        start, end = part.token_start - first, part.token_end - first
         pages, start = pages_holding(write.source_pages, self._page_size, start, end)
-        self._effects.append(PartWrite(write.instance, part.part, part.grant.offset, part.size_bytes, pages, start))
-
-    def _stop(self, ref: TransferRef, reason: str, now: float) -> None:
-        """Start no more writes of a transfer. Parts that are not being written are stopped, and chunks end without
-        them.
-        """
-        chunks = self._chunks_of(ref)
-        for chunk in chunks:
-            chunk.problem = chunk.problem or reason
-            for part in [part for part in chunk.unfinished.values() if part.state is not _State.WRITING]:
-                del chunk.unfinished[part.part]
-                if chunk.peer.closed:
-                    del self._parts[ref[0], part.part]
-                else:
-                    part.state = _State.STOPPED
-                    self._send(part, StageStopped(part.part), now)
-        for chunk in chunks:
-            self._check_end(chunk)
-
-    def _check_end(self, chunk: _Chunk) -> None:
-        result = chunk.result()
-        if result is not None and self._chunks.pop((chunk.ref, chunk.token_start), None) is not None:
-            self._ended.append(result)
-
-    def _chunks_of(self, ref: TransferRef) -> list[_Chunk]:
-        return [chunk for chunk in self._chunks.values() if chunk.ref == ref]
+        self._effects.append(PartWrite(write.instance, part, state.grant.offset, state.size_bytes, pages, start))

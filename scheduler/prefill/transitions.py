@@ -1,7 +1,7 @@
 """The transitions of a request on a prefill server, from its arrival to its last message.
 
-A room holds the requests of a state: `compiling`, `waiting`, `stored` (LOADING) and `computing`. Rooms never call this
-file. It is the only one that changes the state of a request.
+A room holds the requests of a state: `compiling`, `waiting`, `loading` and `computing`. Rooms never call this file. It
+is the only one that changes the state of a request.
 
 A request ends with one message to decode. It is sent, and the pages are released, only after all chunks in flight have
 reported their end.
@@ -12,18 +12,19 @@ import collections
 from ...common.sampling import JSON_RULES, pack_logprobs
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, first_visible_page, pages_holding
-from ...transfer.data.chunks import ChunkWrite, ChunkWritten
+from ...memory.prefix_cache import PrefixCache
+from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWritten
 from ...transfer.protocol.messages import AbortAck, ChunkArrived, InstanceId, PrefillDone, TransferFailed
 from ..chunking.fair_queue import FairQueue
 from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import Outbox, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.ranks import CancelChunks
+from ..store.kv_store import KvStore
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, TransferRef, prompt_sent
 from .staging import StagedSends
-from .stored_prefixes import StoredPrefixes
 
 
 class Transitions:
@@ -38,13 +39,15 @@ class Transitions:
         *,
         compiling: GrammarQueue[PrefillRequest],
         waiting: FairQueue[PrefillRequest],
-        stored: StoredPrefixes | None,
         computing: ComputeQueue,
+        cache: PrefixCache,
+        store: KvStore[PrefillRequest] | None,
     ) -> None:
         self.requests: dict[TransferRef, PrefillRequest] = {}
         self.spaces: dict[InstanceId, PageSpace] = {}
         """The pages of paired decode servers."""
         self.staging = StagedSends(limits.page_size, counters, outbox)
+        self.loading: set[PrefillRequest] = set()
         self.leaving = False
         """The server accepts no requests any more."""
         self._limits = limits
@@ -53,12 +56,15 @@ class Transitions:
         self._outbox = outbox
         self._compiling = compiling
         self._waiting = waiting
-        self._stored = stored
         self._computing = computing
+        self._cache = cache
+        self._store = store
 
     def receive(self, request: PrefillRequest) -> None:
         """Queue a request, now or when its grammar is compiled."""
         self.requests[request.ref] = request
+        request.path = self.spaces[request.instance].path(request.destination)
+        request.staged = request.instance in self.staging.regions
         grammar = request.destination.sampling.grammar
         if grammar is None:
             self._waiting.push(request)
@@ -73,12 +79,37 @@ class Transitions:
     def start(self, request: PrefillRequest, most: int, now: float) -> None:
         """A waiting request has its pages: load what the KV store has of its first `most` tokens, compute the rest."""
         self._waiting.take(request)
-        if self._stored is not None and self._stored.load(request, most, self._computing.rate.per_s):
-            request.lifecycle.advance(PrefillState.LOADING, now)
-        else:
-            self.compute(request, now)
+        if self._store is not None:
+            request.chain = self._store.new_chain()
+            if self._store.load(
+                request,
+                request.chain,
+                request.prompt,
+                request.granted.pages,
+                cached=request.cached,
+                freed=request.granted.freed,
+                most=most,
+                tokens_per_s=self._computing.rate.per_s,
+            ):
+                self.loading.add(request)
+                request.lifecycle.advance(PrefillState.LOADING, now)
+                return
+        self._compute(request, now)
 
-    def compute(self, request: PrefillRequest, now: float) -> None:
+    def loaded(self, request: PrefillRequest, tokens: int, now: float) -> None:
+        """A load has ended: the KV of the first `tokens` tokens is in the pages, of a request that may have ended."""
+        if request.state is not PrefillState.LOADING:
+            return
+        self.loading.remove(request)
+        if tokens > request.cached:
+            request.stored = tokens - request.cached
+            request.cached = tokens
+            self._counters["store_tokens_loaded"] += request.stored
+            grant = request.granted
+            self._cache.insert(request.prompt, grant.pages, request.inserted, end=tokens, freed=grant.freed)
+        self._compute(request, now)
+
+    def _compute(self, request: PrefillRequest, now: float) -> None:
         """Queue a request to be computed, and send its cached prefix."""
         request.computed = request.scheduled = request.cached
         request.lifecycle.advance(PrefillState.COMPUTING, now)
@@ -86,7 +117,7 @@ class Transitions:
         # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
         span = self._limits.chunk_size if request.destination.verify else max(1, request.cached)
         for start in range(0, request.cached, span):
-            self.send(request, start, min(start + span, request.cached), now)
+            self.send(request, start, min(start + span, request.cached))
 
     def computed(self, request: PrefillRequest, now: float) -> None:
         """All of a prompt is computed, and its first tokens are sampled."""
@@ -94,7 +125,7 @@ class Transitions:
         request.lifecycle.advance(PrefillState.SENDING, now)
         self._finish_if_sent(request, now)
 
-    def send(self, request: PrefillRequest, start: int, end: int, now: float, *, after: int | None = None) -> None:
+    def send(self, request: PrefillRequest, start: int, end: int, *, after: int | None = None) -> None:
         """Send the tokens [start, end) that decode does not have; if `after` is given, once that step is done."""
         destination, theirs = request.destination, self.spaces[request.instance]
         prefix = destination.prefix_tokens
@@ -123,19 +154,40 @@ class Transitions:
         )
         request.unsent.append(start)
         self._outbox.append(chunk)
-        self.staging.send(chunk, now)
+        if request.staged:
+            self.staging.send(chunk)
 
-    def take_ended_chunks(self, now: float) -> None:
-        """Handle the chunks whose writes have ended."""
-        for written in self.staging.take_ended():
-            self._chunk_ended(written, now)
+    def chunk_written(self, written: ChunkWritten, now: float) -> None:
+        """All ranks have ended their writes of a chunk; parts of it that are staged may go on."""
+        request = self.requests[written.instance, written.key]
+        ended = self.staging.chunk_written(written) if request.staged else written
+        self._writes_ended(request, None if written.ok else written.reason, ended, now)
 
-    def _chunk_ended(self, written: ChunkWritten, now: float) -> None:
-        """All writes of a chunk have ended, or failed."""
-        request = self.requests.get((written.instance, written.key))
-        if request is None:
-            self._counters["stale_messages"] += 1
-            return
+    def part_written(self, written: PartWritten, now: float) -> None:
+        """The rank has ended its write of a staged part."""
+        request = self.requests[written.instance, written.part.key]
+        ended = self.staging.part_written(written)
+        self._writes_ended(request, None if written.ok else written.reason, ended, now)
+
+    def _writes_ended(
+        self, request: PrefillRequest, failure: str | None, chunk: ChunkWritten | None, now: float
+    ) -> None:
+        """Writes of a request have ended, and with them maybe a chunk."""
+        if chunk is not None:
+            self._count(request, chunk)
+        if request.state is PrefillState.CLOSING:
+            self._conclude_if_drained(request, now)
+        elif failure is not None:
+            self.close(request, failure, now)
+        elif chunk is not None:
+            request.chunks += 1
+            self._counters["chunks"] += 1
+            self.reply(request, ChunkArrived(request.key, chunk.token_start, chunk.token_end, chunk.checksums))
+            self.free_unseen(request)
+            self._finish_if_sent(request, now)
+
+    def _count(self, request: PrefillRequest, written: ChunkWritten) -> None:
+        """All writes of a chunk have ended."""
         request.unsent.remove(written.token_start)
         request.late_writes |= written.late_writes
         request.writes += written.writes
@@ -145,16 +197,6 @@ class Transitions:
         self._counters[f"path_bytes_{request.path}"] += written.bytes_written
         for transport, size_bytes in written.transport_bytes.items():
             self._counters[f"transport_bytes_{transport}"] += size_bytes
-        if request.state is PrefillState.CLOSING:
-            self._conclude_if_drained(request, now)
-        elif written.ok:
-            request.chunks += 1
-            self._counters["chunks"] += 1
-            self.reply(request, ChunkArrived(request.key, written.token_start, written.token_end, written.checksums))
-            self.free_unseen(request)
-            self._finish_if_sent(request, now)
-        else:
-            self.close(request, written.reason, now)
 
     def free_unseen(self, request: PrefillRequest) -> None:
         """Free the pages of a request that its next chunk does not see (sliding window) and that have been sent."""
@@ -206,15 +248,16 @@ class Transitions:
                 self._waiting.remove(request)
             case PrefillState.COMPUTING:
                 self._computing.remove(request)
-            case PrefillState.LOADING if self._stored is not None:
-                self._stored.loading.discard(request)
+            case PrefillState.LOADING:
+                self.loading.remove(request)
             case _:
                 pass
         request.failure = reason
         request.lifecycle.advance(PrefillState.CLOSING, now)
         if request.sending:
             self._outbox.append(CancelChunks(request.instance, request.key))
-        self.staging.abort(request.ref, reason, now)
+        for ended in self.staging.stop(request.ref) if request.staged else ():
+            self._count(request, ended)
         self._conclude_if_drained(request, now)
 
     def _conclude_if_drained(self, request: PrefillRequest, now: float) -> None:

@@ -6,6 +6,7 @@ servers are decided by the real code. HiSparse, staging rings and the KV store a
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -100,6 +101,8 @@ class _Decode:
         self.scheduler = DecodeScheduler(settings.decode, PageAllocator[KvPage](settings.decode_pages), ())
         self.commands: collections.deque[DecodeStep | CopyPage | SavePages | LoadPages] = collections.deque()
         """For the ranks, in order."""
+        self.turns_at = 0.0
+        """When its scheduler turns next without an event."""
         self.computing = False
         self.step_started = self.busy_s = 0.0
 
@@ -227,6 +230,10 @@ class Cluster:
             server.commands.append(step)
         self._perform_decode(server)
         self._run_commands(server)
+        pause_s = server.scheduler.pause_s
+        if 0 < pause_s < math.inf and now + pause_s > server.turns_at:
+            server.turns_at = now + pause_s
+            self._clock.at(server.turns_at, partial(self._turn_decode, server))
 
     def _perform_decode(self, server: _Decode) -> None:
         for effect in server.scheduler.take_effects():

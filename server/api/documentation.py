@@ -5,8 +5,7 @@ named where a route is added.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -14,29 +13,11 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import TypeAdapter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from .common.errors import ErrorReply
+from .common.operation import Operation
 
 JsonSchema = dict[str, Any]
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One route and method, with the models of its body, its reply (None for plain text), the events of its stream and
-    its errors. With `accepts`, the route may answer 202 before it is done.
-    """
-
-    method: str
-    path: str
-    handler: Handler
-    body: Any = None
-    reply: Any = None
-    event: Any = None
-    error: Any = ErrorReply
-    accepts: bool = False
 
 
 def add_documentation(app: FastAPI, operations: Sequence[Operation]) -> None:

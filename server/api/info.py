@@ -17,6 +17,7 @@ from ..engine.leader_client import LeaderClient
 from ..observability.leader_metrics import WAITING_STATES
 from ..observability.recent_requests import RecentRequest
 from ..observability.versions import package_version
+from .service.service import Service
 
 HELD_STATES = (State.ARRIVED.value, State.OPENING.value, State.READY.value)
 """Requests in these states have their KV, and wait for a hot buffer or a place in the batch."""
@@ -140,17 +141,18 @@ class ServerReport(TypedDict):
 class ServerInfo:
     """Builds the replies from the configuration and the leader's latest messages."""
 
-    def __init__(self, config: AnyServerConfig, leader: LeaderClient, lag_s: Callable[[], float]) -> None:
-        self._config = config
-        self._leader = leader
+    def __init__(self, service: Service, lag_s: Callable[[], float]) -> None:
+        self._service = service
         self._lag_s = lag_s
         self._started_at = time.time()
 
     @property
-    def model_name(self) -> str:
-        """The name that clients see; before the model is loaded, the configured one."""
-        ready = self._leader.ready
-        return self._config.served_model_name or (ready.model.name if ready else self._config.model)
+    def _config(self) -> AnyServerConfig:
+        return self._service.config
+
+    @property
+    def _leader(self) -> LeaderClient:
+        return self._service.leader
 
     def health(self) -> Health:
         reasons = self._leader.problems()
@@ -190,7 +192,7 @@ class ServerInfo:
             "model_path": model.path,
             "tokenizer_path": model.path,
             "is_generation": True,
-            "served_model_name": self.model_name,
+            "served_model_name": self._service.model_name,
             "architecture": model.architecture,
             "context_length": model.context_length,
             "vocab_size": model.vocab_size,
@@ -203,7 +205,7 @@ class ServerInfo:
     def model_card(self) -> ModelCard:
         ready = self._leader.check_available()
         return {
-            "id": self.model_name,
+            "id": self._service.model_name,
             "object": "model",
             "created": int(self._started_at),
             "owned_by": "sglang",  # tells routers to send bootstrap_room
@@ -247,7 +249,7 @@ class ServerInfo:
         info: ServerReport = {
             "version": package_version(),
             "status": self._leader.state,
-            "served_model_name": self.model_name,
+            "served_model_name": self._service.model_name,
             "model_path": ready.model.path if ready else config.model,
             "disaggregation_mode": config.role,
             "tp_size": config.tp,

@@ -3,17 +3,16 @@
 """
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from fastapi import Request
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from ...common.errors import ForbiddenError, UnavailableError
+from ...common.errors import ForbiddenError
 from ...configs.load import Role
-from ...configs.schema import AnyServerConfig, PrefillConfig
-from ...scheduler.messages.frontend import Submit
+from ...configs.schema import AnyServerConfig
 from .common.fields import Body, Boolean, FieldError, optional
 
 FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "origin")
@@ -103,25 +102,3 @@ def wants_to_wait(request: Request, body: RoleBody) -> bool:
     if given not in ("0", "1", "false", "true"):
         raise FieldError("wait", f"must be 0 or 1, got {given[:20]!r}")
     return body.wait is True or given in ("1", "true")
-
-
-def check_addressed_role(
-    request: Request, submits: Iterable[Submit], config: AnyServerConfig, former: AnyServerConfig | None
-) -> None:
-    """Raises UnavailableError for a request of a router that does not know yet that this server has switched its role.
-
-    A router sends each request to a prefill and to a decode server. The request names the prefill server, by the host
-    to which the router sends it. Without this check, a server that has become prefill would answer a request for decode
-    with an empty text.
-    """
-    if former is None:
-        return
-    prefill = config if isinstance(config, PrefillConfig) else former
-    assert isinstance(prefill, PrefillConfig)
-    own = {f"{host}:{prefill.bootstrap_port}" for host in (request.url.hostname, prefill.public_host)}
-    for submit in submits:
-        if submit.endpoint is not None and (submit.endpoint in own) != (config.role == "prefill"):
-            raise UnavailableError(
-                f"this server has switched from {former.role} to {config.role}: "
-                f"the request is for its former role (prefill server {submit.endpoint})"
-            )

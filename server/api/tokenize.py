@@ -7,9 +7,9 @@ from typing_extensions import TypedDict
 
 from ..text.chat_format import ChatFormat
 from ..text.tokenizer import TextStream, Tokenizer
+from .common.calls import LONG_TEXT_CHARACTERS, check_text
 from .common.fields import Body, Boolean, FieldError, Text, TokenIds, check_token_ids, optional, parse_body
 from .common.limits import Limits
-from .native.requests import LONG_TEXT_CHARACTERS, check_text
 from .openai.chat_requests import encode_chat, render_chat
 from .openai.models import Messages, TemplateFields
 

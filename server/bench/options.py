@@ -1,22 +1,29 @@
-"""The settings of `pdserve bench`, as flags and as one checked object. Light: every command imports it."""
+"""The options of `pdserve bench`. Light: every command imports it."""
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from ...common.errors import StartupError
-from ...configs.load import SECRET_VARIABLES, secrets_in
-from ..terminal.options import DECODE_URL, SYSTEM_TLS, TlsOptions, add_tls_flags, read_tls_options, server_url
+from ...configs.flags import Flag, add_flags, fields_of, given_flags, read_options
+from ...configs.load import SECRET_VARIABLES
+from ..terminal.options import DECODE_URL, SYSTEM_TLS, ServerUrl, TlsOptions, add_tls_flags, client_options
 
 Dataset = Literal["random", "sharegpt"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Sigma = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DEFAULT_CONCURRENCY = 8
 SEARCH_REQUESTS = 300
 FIRST_RATE_PER_S = 1.0
 LONGEST = 16
 """Lognormal lengths are cut to this multiple of their median: with a sigma of 1, one in 360 is."""
+_LOGNORMAL = "random: lengths are lognormal, with --{}-len as their median and this deviation of their logarithm"
+_CUT = f"random: lognormal lengths are cut to this; default: {LONGEST} x --{{}}-len"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +35,52 @@ class BenchOptions:
     rate of a search (search.py).
     """
 
-    url: str = DECODE_URL
-    requests: int = 64
-    concurrency: int | None = DEFAULT_CONCURRENCY
-    rate_per_s: float | None = None
-    dataset: Dataset = "random"
-    dataset_path: Path | None = None
-    input_len: int = 256
-    output_len: int = 64
-    range_ratio: float = 0.0
-    input_sigma: float = 0.0
-    output_sigma: float = 0.0
-    max_input_len: int | None = None
-    max_output_len: int | None = None
-    prefix_len: int = 0
-    seed: int = 0
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    warmup: int = 2
-    timeout_s: float = 600.0
-    slo_ttft_ms: float | None = None
-    slo_itl_ms: float | None = None
-    find_rate: bool = False
-    keep: float = 0.99
-    output: Path | None = None
-    plot: Path | None = None
+    url: Annotated[ServerUrl, Field(description="decode server")] = DECODE_URL
+    requests: Annotated[
+        int, Field(ge=1, description=f"requests to measure; {SEARCH_REQUESTS} for each rate of --find-rate")
+    ] = 64
+    concurrency: Annotated[int | None, Field(ge=1, description="requests in flight")] = DEFAULT_CONCURRENCY
+    rate_per_s: Annotated[
+        float | None,
+        Flag("--rate", metavar="R"),
+        Field(gt=0, description="requests a second, arriving at random (Poisson); inf: all at once"),
+    ] = None
+    dataset: Annotated[Dataset, Field(description="prompts to send")] = "random"
+    dataset_path: Annotated[Path | None, Field(description="sharegpt: JSON list of conversations")] = None
+    input_len: Annotated[int, Field(ge=1, description="random: prompt tokens after the prefix")] = 256
+    output_len: Annotated[int, Field(ge=1, description="new tokens asked for")] = 64
+    range_ratio: Annotated[
+        Share, Field(description="random: lengths are uniform in [(1 - X) * len, (1 + X) * len]")
+    ] = 0.0
+    input_sigma: Annotated[Sigma, Field(description=_LOGNORMAL.format("input"))] = 0.0
+    output_sigma: Annotated[Sigma, Field(description=_LOGNORMAL.format("output"))] = 0.0
+    max_input_len: Annotated[int | None, Field(ge=1, description=_CUT.format("input"))] = None
+    max_output_len: Annotated[int | None, Field(ge=1, description=_CUT.format("output"))] = None
+    prefix_len: Annotated[int, Field(ge=0, description="random: tokens that all prompts begin with")] = 0
+    seed: Annotated[int, Field(ge=0, description="seed of prompts, lengths and arrivals")] = 0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False, description="of sampling; 0 is greedy")] = 0.0
+    ignore_eos: Annotated[
+        bool,
+        Flag(default="for random"),
+        Field(description="always generate --output-len tokens, and count a shorter output as failed"),
+    ] = True
+    warmup: Annotated[int, Field(ge=0, description="requests sent before the measurement")] = 2
+    timeout_s: Annotated[float, Field(gt=0, description="time limit of one request")] = 600.0
+    slo_ttft_ms: Annotated[float | None, Field(gt=0, description="goodput: bound on the time to first token")] = None
+    slo_itl_ms: Annotated[
+        float | None, Field(gt=0, description="goodput: bound on a request's mean inter-token latency")
+    ] = None
+    find_rate: Annotated[
+        bool,
+        Flag(switch=True),
+        Field(
+            description="find the highest rate at which requests stay inside --slo-ttft-ms and --slo-itl-ms, from "
+            "--rate on (or 1)"
+        ),
+    ] = False
+    keep: Annotated[Share, Field(description="share of requests that must stay inside")] = 0.99
+    output: Annotated[Path | None, Field(description="write everything as JSON")] = None
+    plot: Annotated[Path | None, Field(description="plot the result (.png, .svg or .pdf; needs matplotlib)")] = None
     api_key: str | None = None
     tls: TlsOptions = SYSTEM_TLS
 
@@ -81,66 +109,18 @@ class BenchOptions:
         return f"{shared}{self.input_len} tokens in, {self.output_len} out{spread}"
 
 
-_NAMES = frozenset(field.name for field in fields(BenchOptions))
-
-
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """All flags. What depends on other flags is checked by `read_bench_options`."""
-    default = BenchOptions()
-
-    def count(group: argparse._ActionsContainer, name: str, meaning: str, *, least: int, unset: bool = False) -> None:
-        kind, value = whole_number(least), None if unset else getattr(default, name)
-        meaning += "" if unset else " (default: %(default)s)"
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, metavar="N", help=meaning)
-
-    parser.add_argument("--url", default=default.url, metavar="URL", help="decode server (default: %(default)s)")
-    measured = f"requests to measure (default: {default.requests}; {SEARCH_REQUESTS} for each rate of --find-rate)"
-    count(parser, "requests", measured, least=1, unset=True)
-    count(parser, "warmup", "requests sent before the measurement", least=0)
-
+    fields = fields_of(BenchOptions)
+    add_flags(parser, fields, ("url", "requests", "warmup"))
     load = parser.add_argument_group("load (one of)").add_mutually_exclusive_group()
-    in_flight = f"requests in flight (default: {DEFAULT_CONCURRENCY})"
-    load.add_argument("--concurrency", type=whole_number(1), metavar="N", help=in_flight)
-    arriving = "requests a second, arriving at random (Poisson); inf: all at once"
-    load.add_argument("--rate", dest="rate_per_s", type=positive, metavar="R", help=arriving)
-    search = parser.add_argument_group("search")
-    highest = (
-        "find the highest rate at which requests stay inside --slo-ttft-ms and --slo-itl-ms, from --rate on (or 1)"
-    )
-    search.add_argument("--find-rate", action="store_true", help=highest)
-    inside = "share of requests that must stay inside (default: %(default)s)"
-    search.add_argument("--keep", type=share, default=default.keep, metavar="X", help=inside)
-
-    data = parser.add_argument_group("data")
-    data.add_argument("--dataset", choices=get_args(Dataset), default=default.dataset, help="(default: %(default)s)")
-    data.add_argument("--dataset-path", type=Path, metavar="FILE", help="sharegpt: JSON list of conversations")
-    count(data, "input_len", "random: prompt tokens after the prefix", least=1)
-    count(data, "output_len", "new tokens asked for", least=1)
-    spread = "random: lengths are uniform in [(1 - X) * len, (1 + X) * len] (default: 0, all alike)"
-    data.add_argument("--range-ratio", type=share, default=default.range_ratio, metavar="X", help=spread)
-    for side in ("input", "output"):
-        normal = (
-            f"random: lengths are lognormal, with --{side}-len as their median and this deviation of their logarithm"
-        )
-        data.add_argument(f"--{side}-sigma", type=_not_negative, default=0.0, metavar="X", help=normal)
-        longest = f"random: lognormal lengths are cut to this (default: {LONGEST} x --{side}-len)"
-        count(data, f"max_{side}_len", longest, least=1, unset=True)
-    count(data, "prefix_len", "random: tokens that all prompts begin with", least=0)
-    count(data, "seed", "seed of prompts, lengths and arrivals", least=0)
-    greedy = "default: 0, greedy"
-    data.add_argument("--temperature", type=_not_negative, default=default.temperature, metavar="T", help=greedy)
-    full = "always generate --output-len tokens, and count a shorter output as failed (default: for random)"
-    data.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=full)
-
-    judge = parser.add_argument_group("result")
-    limit = "time limit of one request (default: 600)"
-    judge.add_argument("--timeout-s", type=positive, default=default.timeout_s, metavar="S", help=limit)
-    judge.add_argument("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: bound on the time to first token")
-    mean = "goodput: bound on a request's mean inter-token latency"
-    judge.add_argument("--slo-itl-ms", type=positive, metavar="MS", help=mean)
-    judge.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
-    picture = "plot the result (.png, .svg or .pdf; needs matplotlib)"
-    judge.add_argument("--plot", type=Path, metavar="FILE", help=picture)
+    add_flags(load, fields, ("concurrency", "rate_per_s"))
+    add_flags(parser.add_argument_group("search"), fields, ("find_rate", "keep"))
+    lengths = ("input_len", "output_len", "range_ratio", "input_sigma", "max_input_len", "output_sigma")
+    data = ("dataset", "dataset_path", *lengths, "max_output_len", "prefix_len", "seed", "temperature", "ignore_eos")
+    add_flags(parser.add_argument_group("data"), fields, data)
+    result = ("timeout_s", "slo_ttft_ms", "slo_itl_ms", "output", "plot")
+    add_flags(parser.add_argument_group("result"), fields, result)
     variable = SECRET_VARIABLES["api_key"]
     add_tls_flags(parser)
     parser.epilog = f"For a server with an API key, set {variable}. Exit code 1 when a request failed, 130 on Ctrl-C."
@@ -148,86 +128,46 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) -> BenchOptions:
     """The flags as one object; raises StartupError for a combination that makes no sense."""
-    if given.dataset == "sharegpt":
-        if given.dataset_path is None:
+    flags = given_flags(given, fields_of(BenchOptions))
+    options = read_options(BenchOptions, flags | client_options(given, environ))
+    if options.dataset == "sharegpt":
+        if options.dataset_path is None:
             raise StartupError("--dataset sharegpt needs --dataset-path FILE")
-        if given.prefix_len:
+        if options.prefix_len:
             raise StartupError("--prefix-len is for --dataset random: the prompts of sharegpt are text")
-    elif given.dataset_path is not None:
+    elif options.dataset_path is not None:
         raise StartupError("--dataset-path is for --dataset sharegpt")
-    sigmas = given.input_sigma or given.output_sigma
-    if sigmas and given.range_ratio:
+    sigmas = options.input_sigma or options.output_sigma
+    if sigmas and options.range_ratio:
         raise StartupError("--range-ratio is for uniform lengths: give it or --input-sigma and --output-sigma")
     for side in ("input", "output"):
-        longest, median = getattr(given, f"max_{side}_len"), getattr(given, f"{side}_len")
-        if longest is not None and not getattr(given, f"{side}_sigma"):
+        longest, median = getattr(options, f"max_{side}_len"), getattr(options, f"{side}_len")
+        if longest is not None and not getattr(options, f"{side}_sigma"):
             raise StartupError(f"--max-{side}-len is for lognormal lengths: give --{side}-sigma too")
         if longest is not None and longest < median:
             raise StartupError(f"--max-{side}-len {longest} is below --{side}-len, the median, which is {median}")
-    if sigmas and given.dataset != "random":
+    if sigmas and options.dataset != "random":
         raise StartupError("--input-sigma and --output-sigma are for --dataset random")
-    if given.find_rate:
-        _check_search(given)
-    for flag, path in (("--output", given.output), ("--plot", given.plot)):
+    for flag, path in (("--output", options.output), ("--plot", options.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise StartupError(f"{flag} {path}: no such directory: {path.parent}")
-    options = BenchOptions(**named_flags(given))
-    if given.find_rate:
-        options = replace(
-            options, rate_per_s=given.rate_per_s or FIRST_RATE_PER_S, requests=given.requests or SEARCH_REQUESTS
-        )
+    if options.find_rate:
+        _check_search(options, flags)
+        requests = options.requests if "requests" in flags else SEARCH_REQUESTS
+        options = replace(options, rate_per_s=options.rate_per_s or FIRST_RATE_PER_S, requests=requests)
     return replace(
         options,
-        url=server_url(given.url),
-        concurrency=None if options.rate_per_s is not None else given.concurrency or DEFAULT_CONCURRENCY,
-        ignore_eos=given.dataset == "random" if given.ignore_eos is None else given.ignore_eos,
-        api_key=secrets_in(environ).get("api_key"),
-        tls=read_tls_options(given),
+        concurrency=None if options.rate_per_s is not None else options.concurrency,
+        ignore_eos=options.ignore_eos if "ignore_eos" in flags else options.dataset == "random",
     )
 
 
-def _check_search(given: argparse.Namespace) -> None:
-    if given.slo_ttft_ms is None and given.slo_itl_ms is None:
+def _check_search(options: BenchOptions, flags: Collection[str]) -> None:
+    if options.slo_ttft_ms is None and options.slo_itl_ms is None:
         raise StartupError("--find-rate needs --slo-ttft-ms, --slo-itl-ms or both: the limits to stay inside")
-    if given.concurrency is not None:
+    if "concurrency" in flags:
         raise StartupError("--find-rate sends at rates: --concurrency has no meaning with it")
-    if given.rate_per_s is not None and math.isinf(given.rate_per_s):
+    if options.rate_per_s is not None and math.isinf(options.rate_per_s):
         raise StartupError("--find-rate begins at --rate, which must be finite")
-    if given.dataset != "random":
+    if options.dataset != "random":
         raise StartupError("--find-rate needs --dataset random: each rate gets prompts of its own")
-
-
-def named_flags(given: argparse.Namespace) -> dict[str, Any]:
-    """The flags that have the name of an option, and are set."""
-    return {name: value for name, value in vars(given).items() if name in _NAMES and value is not None}
-
-
-def whole_number(least: int) -> Callable[[str], int]:
-    """The type of a flag: integers from `least` on."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-def _number(limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """The type of a flag: numbers that fit `limits`, which errors show."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-        if not fits(value):
-            raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}")
-        return value
-
-    return parse
-
-
-positive = _number("a number above 0", lambda value: value > 0)
-_not_negative = _number("a number, at least 0", lambda value: 0 <= value < math.inf)
-share = _number("at least 0 and below 1", lambda value: 0 <= value < 1)

@@ -97,7 +97,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
       send buffer forever. The application sees a disconnect. A slow client stays connected as long as it reads
       something.
     - The headers are incomplete `header_timeout_s` after the connection or the request began, or larger than
-      `max_header_bytes`. Bodies have their own limits (server/api/request_body.py).
+      `max_header_bytes`. Bodies have their own limits (server/api/service/request_body.py).
 
     An offer of another protocol (`Upgrade`) is ignored, which HTTP allows.
     """

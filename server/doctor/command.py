@@ -18,7 +18,7 @@ from .collect import collect
 from .facts import Facts, Transfer
 from .handshake import greet
 from .options import DoctorOptions
-from .transfer_test import measure
+from .trial_transfer import measure
 
 STYLES: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 NOT_LOADED = "does not load"

@@ -32,6 +32,8 @@ MAX_COMPILE_S = 3.0
 MAX_COMPILE_BYTES = 1 << 30
 START_S = 120.0
 """Most time that the compiler may take to start, in which it reads the vocabulary."""
+STARTS_EARLY = True
+"""Whether `start` starts the compiler. Otherwise the first grammar does."""
 STARTS = 3
 """After so many starts that fail, the grammars that wait are refused."""
 MAX_REMEMBERED = 1024
@@ -66,9 +68,9 @@ class _Check:
 class GrammarChecker:
     """Compiles grammars in child processes (models/grammar/check.py), because a compilation cannot be interrupted.
 
-    The first grammar starts the compiler, which forks a process for each grammar. A compiler that ends or hangs is
-    replaced. Grammars that it was compiling are compiled once more, each alone; one that ends it again is refused. The
-    compiler exits when this process does.
+    The compiler forks a process for each grammar. `start` or the first grammar starts it. A compiler that ends or hangs
+    is replaced. Grammars that it was compiling are compiled once more, each alone; one that ends it again is refused.
+    The compiler exits when this process does.
     """
 
     def __init__(
@@ -99,6 +101,11 @@ class GrammarChecker:
         self._known: OrderedDict[Grammar, tuple[str | None, float]] = OrderedDict()
         """Why a grammar is refused (None: it is accepted), and until when this result is valid."""
         self._known_characters = 0
+
+    def start(self) -> None:
+        """Start the compiler: on a busy machine, the first grammar would wait for seconds until it has started."""
+        if STARTS_EARLY and self._attending is None and not self._closed:
+            self._attending = asyncio.get_running_loop().create_task(self._attend())
 
     async def check(self, grammar: Grammar, client: str = "") -> str | None:
         """Returns why this grammar is refused, or None if it is accepted. Results are cached, and calls that wait for
@@ -177,9 +184,10 @@ class GrammarChecker:
 
     async def _attend(self) -> None:
         """Run one compiler, from its start to its end. Starts the next one if grammars wait for it."""
-        starts = 0
-        while self._checks and not self._closed and starts < STARTS:
+        starts, waited_for = 0, True
+        while waited_for and not self._closed and starts < STARTS:
             starts = 0 if await self._run_compiler() else starts + 1
+            waited_for = bool(self._checks)
         self._attending = None
         if self._checks:
             self._fail_all(ServerError("the grammar compiler has failed: see the log"))
@@ -189,7 +197,12 @@ class GrammarChecker:
         started = time.monotonic()
         pipe = asyncio.subprocess.PIPE
         try:
-            self._process = process = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe)
+            self._process = process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=pipe,
+                stdout=pipe,
+                start_new_session=True,  # Ctrl-C would end it with a traceback while it starts
+            )
         except OSError as error:
             log.error("the grammar compiler cannot be started: %s", error)
             return False

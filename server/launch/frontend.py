@@ -39,6 +39,7 @@ from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s, leader_exit_s
 from ..api.app import Routes, create_app
+from ..api.service.service import Service
 from ..connections.acceptor import Acceptor
 from ..connections.http_protocol import ConnectionLimit, PatientHttpProtocol
 from ..connections.tls import check_tls
@@ -161,10 +162,9 @@ class Frontend:
         lag = LoopLag(Lateness(loop))
         lag.start()
         self._metrics.watch_lag(lag.longest_s)
-        self._routes = Routes(
-            config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles, lag.longest_s
-        )
-        http = self._http_server(config)
+        self._service = Service(config, self._tokenizer, self._leader.client, sampling, self._roles.former)
+        routes = Routes(self._service, self._metrics, self._roles, lag.longest_s)
+        http = self._http_server(config, routes)
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
         try:
             return await self._run()
@@ -175,7 +175,7 @@ class Frontend:
             lag.close()
             self._leader.kill("the server has stopped")
             self._roles.end("the server has stopped")
-            self._routes.close()
+            self._service.close()
             http.should_exit = True
             await serving
             await self._leader.close()
@@ -199,11 +199,11 @@ class Frontend:
         if not self._copies.is_copy(number):
             self._signals.put_nowait(number)
 
-    def _http_server(self, config: AnyServerConfig) -> HttpServer:
+    def _http_server(self, config: AnyServerConfig, routes: Routes) -> HttpServer:
         password = config.ssl_keyfile_password
         return HttpServer(
             uvicorn.Config(
-                create_app(self._routes),
+                create_app(routes),
                 http=PatientHttpProtocol,
                 ws="none",
                 lifespan="off",
@@ -236,6 +236,7 @@ class Frontend:
         Raises StartupError when the leader reports one, and LeaderLostError when it exits without a report.
         """
         leader, process = self._leader, self._leader.start()
+        self._service.start()
         died = asyncio.create_task(process.wait())
         signalled = asyncio.create_task(self._signals.get())
         starting = asyncio.create_task(leader.client.wait_ready())
@@ -328,7 +329,7 @@ class Frontend:
         self._sampling = sampling
         self._roles.leader = self._leader
         self._metrics.set_role(config.role)
-        self._routes.serve(config, self._leader.client, sampling)
+        self._service.serve(config, self._leader.client, sampling)
         set_log_role(config.role)
         await former.close()
         gc.unfreeze()  # the frozen objects of the former leader are garbage now

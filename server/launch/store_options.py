@@ -1,12 +1,17 @@
-"""The flags of `pdserve store`."""
+"""The options of `pdserve store`."""
 
 import argparse
 import os
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
 
 from ...common.errors import StartupError
-from ...configs.setting_types import MAX_PORT, check_ports
+from ...configs.flags import Flag, add_flags, fields_of, from_text, given_flags, read_options
+from ...configs.setting_types import Port, check_ports
 from .ports import free_ports
 
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -19,83 +24,10 @@ _ENDPOINTS = f"{_ENDPOINT}(,{_ENDPOINT})*"
 WILDCARD_HOSTS = ("", "0.0.0.0", "::")
 
 
-class StoreOptions(NamedTuple):
-    memory_bytes: int
-    host: str
-    port: int
-    metrics_port: int
-    join: str | None
-    parent_pid: int | None
-    etcd: str | None = None
-    """etcd servers, HOST:PORT[,...], through which several masters replicate their state."""
-
-    @property
-    def url(self) -> str:
-        """The URL of the store, for `--kv-store`."""
-        if self.etcd is not None:
-            return f"etcd://{self.etcd}"
-        return self.join or f"mooncake://{self.host}:{self.port}"
-
-
-def add_store_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--memory", default="4GiB", metavar="SIZE", help="memory to lend: 512MiB, 8GiB (default: 4GiB)")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address of this machine for the servers (default: loopback)"
-    )
-    parser.add_argument("--port", type=int, default=50051, help="port of the master (default: 50051)")
-    parser.add_argument("--metrics-port", type=int, default=50052, help="HTTP port of the master (default: 50052)")
-    parser.add_argument("--join", metavar="URL", help="lend memory to this store (as --kv-store) and run no master")
-    parser.add_argument(
-        "--etcd",
-        metavar="HOST:PORT[,...]",
-        help="replicate the master: masters with the same etcd servers are one store, and one of them leads",
-    )
-    parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
-
-
-def read_store_options(options: argparse.Namespace) -> StoreOptions:
-    """Raises StartupError."""
-    _check_endpoints(
-        "--join",
-        options.join,
-        rf"mooncake://{_ENDPOINT}|etcd://{_ENDPOINTS}",
-        "mooncake://HOST:PORT or etcd://HOST:PORT[,...]",
-    )
-    _check_endpoints("--etcd", options.etcd, _ENDPOINTS, "HOST:PORT[,HOST:PORT...]")
-    for flag, port in (("--port", options.port), ("--metrics-port", options.metrics_port)):
-        if not 1 <= port <= MAX_PORT:
-            raise StartupError(f"{flag} must be between 1 and {MAX_PORT}, got {port}")
-    if options.join is None and options.port == options.metrics_port:
-        raise StartupError(f"--port and --metrics-port are both {options.port}: choose different ports")
-    if options.host in WILDCARD_HOSTS:
-        raise StartupError(
-            f"--host {options.host!r} is a wildcard address: give the one at which servers reach this machine"
-        )
-    if options.etcd is not None and options.join is not None:
-        raise StartupError("--join runs no master, and --etcd replicates one: give one of them")
-    memory_bytes, machine_bytes = parse_memory(options.memory, "--memory"), _machine_bytes()
-    if memory_bytes > machine_bytes:
-        raise StartupError(f"--memory {options.memory}: this machine has {machine_bytes / UNITS['GiB']:.1f} GiB")
-    return StoreOptions(
-        memory_bytes,
-        options.host,
-        options.port,
-        options.metrics_port,
-        options.join,
-        options.parent_pid,
-        options.etcd,
-    )
-
-
-def _check_endpoints(flag: str, value: str | None, pattern: str, form: str) -> None:
-    if value is None:
-        return
+def _check_endpoints(value: str, pattern: str, form: str) -> str:
     if not re.fullmatch(pattern, value):
-        raise StartupError(f"{flag} {value!r}: give {form}")
-    try:
-        check_ports(value)
-    except ValueError as error:
-        raise StartupError(f"{flag}: {error}, got {value!r}") from None
+        raise ValueError(f"give {form}")
+    return check_ports(value)
 
 
 def _machine_bytes() -> int:
@@ -111,6 +43,70 @@ def parse_memory(text: str, flag: str) -> int:
     return size // SLAB_BYTES * SLAB_BYTES
 
 
+_STORE_URL = rf"mooncake://{_ENDPOINT}|etcd://{_ENDPOINTS}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    memory_bytes: Annotated[
+        int,
+        from_text(partial(parse_memory, flag="--memory")),
+        Flag("--memory", metavar="SIZE", default="4GiB"),
+        Field(description="memory to lend: 512MiB, 8GiB"),
+    ] = 4 * UNITS["GiB"]
+    host: Annotated[str, Field(description="address of this machine for the servers")] = "127.0.0.1"
+    port: Annotated[Port, Field(description="port of the master")] = 50051
+    metrics_port: Annotated[Port, Field(description="HTTP port of the master")] = 50052
+    join: Annotated[
+        str | None,
+        from_text(partial(_check_endpoints, pattern=_STORE_URL, form="mooncake://HOST:PORT or etcd://HOST:PORT[,...]")),
+        Flag(metavar="URL"),
+        Field(description="lend memory to this store (as --kv-store) and run no master"),
+    ] = None
+    etcd: Annotated[
+        str | None,
+        from_text(partial(_check_endpoints, pattern=_ENDPOINTS, form="HOST:PORT[,HOST:PORT...]")),
+        Flag(metavar="HOST:PORT[,...]"),
+        Field(
+            description="replicate the master: masters with the same etcd servers are one store, and one of them leads"
+        ),
+    ] = None
+    parent_pid: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The URL of the store, for `--kv-store`."""
+        if self.etcd is not None:
+            return f"etcd://{self.etcd}"
+        return self.join or f"mooncake://{self.host}:{self.port}"
+
+
+_FLAGS = ("memory_bytes", "host", "port", "metrics_port", "join", "etcd")
+
+
+def add_store_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, fields_of(StoreOptions), _FLAGS)
+    parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
+
+
+def read_store_options(given: argparse.Namespace) -> StoreOptions:
+    """Raises StartupError."""
+    flags = given_flags(given, _FLAGS)
+    options = read_options(StoreOptions, {**flags, "parent_pid": given.parent_pid})
+    if options.join is None and options.port == options.metrics_port:
+        raise StartupError(f"--port and --metrics-port are both {options.port}: choose different ports")
+    if options.host in WILDCARD_HOSTS:
+        raise StartupError(
+            f"--host {options.host!r} is a wildcard address: give the one at which servers reach this machine"
+        )
+    if options.etcd is not None and options.join is not None:
+        raise StartupError("--join runs no master, and --etcd replicates one: give one of them")
+    if options.memory_bytes > (machine_bytes := _machine_bytes()):
+        asked = flags.get("memory_bytes", "4GiB")
+        raise StartupError(f"--memory {asked}: this machine has {machine_bytes / UNITS['GiB']:.1f} GiB")
+    return options
+
+
 def take_local_store(flags: dict[str, str | bool]) -> StoreOptions | None:
     """Returns the options of the store that `pdserve up --kv-store 4GiB` starts on this machine, and replaces the flag
     by the URL of that store. Returns None if the flag is absent or is the URL of a store.
@@ -121,4 +117,4 @@ def take_local_store(flags: dict[str, str | bool]) -> StoreOptions | None:
     memory = parse_memory(given, "--kv-store")
     port, metrics_port = free_ports(2)
     flags["kv_store"] = f"mooncake://127.0.0.1:{port}"
-    return StoreOptions(memory, "127.0.0.1", port, metrics_port, None, None)
+    return StoreOptions(memory, "127.0.0.1", port, metrics_port)

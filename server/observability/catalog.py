@@ -147,7 +147,7 @@ COUNTERS: Mapping[str, Exported] = (
             "control_unknown_peer": "Control messages from peers that are not paired.",
             "control_connections_cut": "Control connections that were closed because of a limit.",
             "control_sends_to_unknown_instance": "Control messages to peers that are gone.",
-            "control_sends_over_limit": "Control messages that were dropped because too many are unacknowledged.",
+            "control_sends_over_limit": "Control messages dropped with their connection: too many were unacknowledged.",
             "control_sends_dropped_by_zmq": "Control messages that ZMQ did not take.",
             "control_handler_errors": "Control messages whose handler failed.",
             "control_event_errors": "Events that the control thread could not handle.",

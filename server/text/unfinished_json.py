@@ -18,7 +18,7 @@ _VALUE = '"-0123456789tfn{['
 
 MOST_CHARACTERS = 1 << 16
 """A character takes up to two microseconds. Texts over 16 KiB are checked in threads, token by token: others may run in
-between (server/api/lanes.py).
+between (server/api/service/lanes.py).
 """
 
 

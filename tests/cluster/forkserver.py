@@ -63,9 +63,11 @@ INTERVALS = {
     ("pdserve.scheduler.engine.frontend_link", "STATUS_INTERVAL_S"): 0.1,
     ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.1,
     ("pdserve.scheduler.store.kv_store", "MEASURE_AGAIN"): 1,
+    ("pdserve.server.engine.grammar_checker", "STARTS_EARLY"): False,
 }
-"""Constants of modules and their values in forked servers: shorter intervals between reports of the state, and
-prefixes are loaded from a KV store even if computing them is faster."""
+"""Constants of modules and their values in forked servers: shorter intervals between reports of the state, prefixes are
+loaded from a KV store even if computing them is faster, and the first grammar starts the compiler, which takes a second
+of CPU time."""
 CLI = "pdserve.server.cli:main"
 NETNS_VARIABLE = "PDSERVE_TEST_NETNS"
 """In the environment of a server that has its own network namespace: the name of the namespace."""

@@ -180,7 +180,7 @@ class Server:
     def leader_pid(self) -> int:
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        leader, *waiting = (int(child) for child in children if not _is_grammar_compiler(child))
+        leader, *waiting = (int(child) for child in children if not is_grammar_compiler(child))
         assert len(waiting) < self.leaders
         return leader
 
@@ -255,8 +255,8 @@ class Server:
         return HTTP.post(f"{self.url}/generate", json=body(input_ids, new_tokens, **extra), timeout=timeout_s)
 
 
-def _is_grammar_compiler(pid: str) -> bool:
-    """Whether this child of a frontend compiles grammars; the frontend starts it for the first one."""
+def is_grammar_compiler(pid: str) -> bool:
+    """Whether this child of a frontend compiles grammars; a forked frontend starts it for the first one."""
     return b"grammar.check" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 

@@ -31,6 +31,16 @@ def test_figures_of_a_staged_pair_and_of_one_without_staging(tmp_path: Path) -> 
     assert [line.split(" gives ")[0] for line in gains] == ["tcp: staging"] * 2
 
 
+def test_a_load_that_takes_too_long_is_ended_and_its_requests_are_missed(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    arguments = ["--tiny", "--arms", "tcp-dep-staged", "--requests", "400", "--limit-s", "0.5", "--json", str(file)]
+    assert dep_pair.main(arguments) == 1
+    load = json.loads(file.read_text())["arms"]["tcp-dep-staged"]["load"]
+    assert load["missed"] == 400 - load["ok"] > 0
+    assert load["failed"] == 0
+    assert load["duration_s"] < 10
+
+
 @pytest.mark.parametrize("serves", [False, True])
 def test_mps_is_ended_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
     """A control program that notes what it is told."""

@@ -23,8 +23,15 @@ FULL = os.environ.get("PDSERVE_MATRIX") == "full"
 FAMILIES: tuple[TinyArchitecture, ...] = ("gpt_oss", "qwen3_moe", "mixtral")
 TP2, DP2, DP4 = ("--tp", "2"), ("--tp", "2", "--dp-attention"), ("--tp", "4", "--dp-attention")
 DP2_PP2 = (*DP2, "--pp", "2")
-PREFILLS = {"tp4": ("--tp", "4"), "tp2": TP2, "tp2-pp2": (*TP2, "--pp", "2"), "dp2": DP2}
-DECODES = {"dp4": DP4, "dp2": DP2, "dp2-pp2": DP2_PP2, "tp2": TP2}
+PREFILLS = {
+    "tp4": ("--config", "mixture-prefill"),
+    "tp2": TP2,
+    "tp2-pp2": (*TP2, "--pp", "2"),
+    "dp2": DP2,
+    "dp2-pp2": DP2_PP2,
+}
+DECODES = {"dp4": ("--config", "mixture-decode"), "dp2": DP2, "dp2-pp2": DP2_PP2, "tp2": TP2}
+"""Four ranks are those of the presets."""
 
 
 class Case(NamedTuple):
@@ -34,10 +41,10 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("gpt_oss", "tp4", "dp2"),
-    Case("qwen3_moe", "tp2", "dp4"),
+    Case("qwen3_moe", "tp4", "dp4"),
+    Case("gpt_oss", "tp2", "dp2"),
     Case("mixtral", "tp2-pp2", "dp2"),
-    Case("mixtral", "dp2", "tp2"),
+    Case("mixtral", "dp2-pp2", "tp2"),
     Case("qwen3_moe", "tp2", "dp2-pp2"),
     Case("gpt_oss", "dp2", "dp2"),
 ]
@@ -54,10 +61,10 @@ class Model(NamedTuple):
 
 
 def make_model(directory: Path, family: TinyArchitecture) -> Model:
-    """8 query and 4 KV heads. The second of three layers of qwen3_moe has no experts, the first and the third of
-    gpt_oss have windows.
+    """8 query and 4 KV heads, and experts that four ranks can divide. The second of three layers of qwen3_moe has no
+    experts, the first and the third of gpt_oss have windows.
     """
-    overrides: dict[str, Any] = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    overrides: dict[str, Any] = {"mlp_only_layers": [1], "moe_intermediate_size": 64} if family == "qwen3_moe" else {}
     path = make_checkpoint(directory, family, num_attention_heads=8, num_key_value_heads=4, head_dim=16, **overrides)
     draw = random.Random(4)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]

@@ -58,6 +58,7 @@ STATES = (
     _state("decode", "prefilling", TURNED, Point("prefill", "waiting"), local=False),
     _state("decode", "loading", TURNED, only="cached"),
     _state("decode", "computing", TURNED, remote=False),
+    State("decode", "taken back", (Point("decode", "computing", TURNED),), only="auto"),
     _state("decode", "verifying", TURNED, local=False),
     _state("decode", "arrived"),
     _state("decode", "opening", TURNED, only="hisparse"),
@@ -165,6 +166,8 @@ class Config:
 
 KILLS = ("kill_frontend", "kill_leader", "kill_rank")
 DEP2 = ("--tp", "2", "--dp-attention")
+AUTO = ("--local-prefill", "auto", "--slo-ttft-ms", "400", "--max-step-tokens", "32")
+"""Steps too small for the request to be computed on decode at once."""
 SMALL_RING = ("--staging-ring-mib", "0.05")
 CONFIGS = (
     Config("dense"),
@@ -183,6 +186,7 @@ CONFIGS = (
         local=True,
         only="loading",
     ),
+    Config("auto", decode_flags=AUTO, only="taken back"),
     Config(
         "TP to DEP",
         model="mixture",
@@ -209,7 +213,7 @@ def missing_because(config: Config, state: State, fault: Fault) -> str | None:
     if state.only not in ("", config.name):
         return f"only with {state.only}"
     if config.only not in ("", state.name):
-        return "the same as without a prefix cache"
+        return "as in the other tables"
     if config.faults and fault.name not in config.faults:
         return "as in the other tables"
     if config.local and not state.local:
@@ -275,7 +279,11 @@ def selection() -> list[Cell]:
     wanted = ("kill_leader", "fill_pools")
     chosen += [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]
     kill = next(fault for fault in FAULTS if fault.name == wanted[0])
-    return chosen + [Cell(config, state, kill) for config in CONFIGS for state in STATES if state.only == config.name]
+    chosen += [Cell(config, state, kill) for config in CONFIGS for state in STATES if state.only == config.name]
+    auto = next(config for config in CONFIGS if config.only == "taken back")
+    state = next(state for state in STATES if state.only == auto.name)
+    faults = [fault for fault in FAULTS if fault.name in ("kill_leader", "cut_both", "client_gone")]
+    return chosen + [Cell(auto, state, fault) for fault in faults if fault is not kill]
 
 
 def unlisted_cells() -> list[Cell]:

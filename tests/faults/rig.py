@@ -176,6 +176,7 @@ class Rig:
             self._end_pressure()
             watch = LossWatch(self, lost) if cell.fault.loses_peer else None
             self._release()
+            self._block_prefill("")
             with contextlib.suppress(StopIteration):
                 next(injection)
                 raise AssertionError("the injection has yielded twice")
@@ -183,6 +184,7 @@ class Rig:
             outcome, tokens = self.client.outcome()
         finally:
             self._release()
+            self._block_prefill("")
             background.stop()
             self._end_pressure()
         assert not background.wrong, background.wrong
@@ -208,6 +210,9 @@ class Rig:
             return self.request
         if state.name == "loading":
             decode.generate(self.request.prompt, 1)  # its KV is cached
+        if state.name == "taken back":
+            self._reach_taken_back(state.points[0])
+            return self.request
         if state.name in ("saving", "saved", "restoring", "opening"):
             self._reach_retracted(state.points[0])
             return self._long
@@ -262,6 +267,23 @@ class Rig:
         self._release()
         leader.expect("hit", "closing")
         rank.tell(block="")
+
+    def _reach_taken_back(self, computing: Point) -> None:
+        """Prefill hangs in a step, so decode takes the request back, and computes it. Prefill has not confirmed that it
+        stops to write before the fault.
+        """
+        self._block_prefill("rank")
+        self._arm(Point("prefill", "waiting"))
+        self._arm(computing)
+        self.client = StreamClient(self.servers["decode"], self.request.prompt, self.request.new_tokens)
+        self.hooks.leader("prefill").expect("hit", "waiting")
+        self._release()
+        self.hooks.leader("decode").expect("hit", computing.state)
+
+    def _block_prefill(self, thread: str) -> None:
+        for rank in self.hooks.find("prefill", *self.rank_processes("prefill")):
+            with contextlib.suppress(OSError):
+                rank.post(block=thread)
 
     def _end_pressure(self) -> None:
         while self._pressure_clients:

@@ -25,7 +25,7 @@ from pdserve.scheduler.engine.loop import EngineLoop
 from pdserve.scheduler.messages.lifecycle import Lifecycle
 from pdserve.scheduler.prefill.request import PrefillRequest
 from pdserve.scheduler.ranks.executor import Executor
-from pdserve.transfer.control.thread import Control
+from pdserve.transfer.control.thread import ControlThread
 from pdserve.transfer.data.receivers import Receivers
 from pdserve.transfer.mooncake.engine import SendEngine, WriteState
 from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
@@ -153,7 +153,7 @@ class ServerHooks:
         time.time = lambda: original() + self._clock_s
 
     def _wrap_work(self) -> None:
-        start, poll, guard = Executor.start, SendEngine.poll, Control._guard
+        start, poll, guard = Executor.start, SendEngine.poll, ControlThread.guard
         sessions = vars(Receivers)["sessions"].fget
 
         def start_or_fail(executor: Executor, *values: Any) -> Any:
@@ -167,9 +167,9 @@ class ServerHooks:
             state = poll(engine, write)
             return WriteState.FAILED if state is not WriteState.PENDING and self._take("fail_writes") else state
 
-        def hang_or_guard(control: Control, action: Callable[[], None]) -> bool:
+        def hang_or_guard(thread: ControlThread, action: Callable[[], None]) -> bool:
             self._hang("control")
-            return guard(control, action)
+            return guard(thread, action)
 
         def proxied(receivers: Receivers) -> dict[str, str]:
             found = dict(sessions(receivers))
@@ -178,7 +178,7 @@ class ServerHooks:
 
         _replace(Executor, "start", start_or_fail)
         _replace(SendEngine, "poll", poll_or_fail)
-        _replace(Control, "_guard", hang_or_guard)
+        _replace(ControlThread, "guard", hang_or_guard)
         _replace(Receivers, "sessions", property(proxied))
 
     def _take(self, fault: str) -> bool:

@@ -20,6 +20,7 @@ from tests.faults.namespaces import why_no_iptables, why_no_netem, why_unavailab
 from tests.faults.rig import Rig
 
 DOCUMENT = REPOSITORY / "docs" / "reliability.md"
+NOT_RUN = "not run"
 BEGIN, END = "<!-- table of faults: begin -->\n", "<!-- table of faults: end -->\n"
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -31,20 +32,29 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
     return {result["cell"]: result for result in map(json.loads, lines)}
 
 
-def run(configs: list[Config], words: list[str], file: Path) -> int:
-    """Run the cells whose ids have all `words`; returns how many failed."""
+def run(configs: list[Config], words: list[str], file: Path, *, unwritten: bool = False) -> int:
+    """Run the cells whose ids have all `words`, or only those of them that the document says were not run; returns how
+    many failed.
+    """
     failures = 0
+    results = read_results(file)
+    before = written(DOCUMENT.read_text()) if unwritten else {}
     for config in configs:
-        passed = {cell for cell, result in read_results(file).items() if "problem" not in result}
-        wanted = [cell for cell in cells(config) if cell.id not in passed and all(word in cell.id for word in words)]
+        wanted = [
+            cell
+            for cell in cells(config)
+            if "problem" in results.get(cell.id, {"problem": ""})
+            and before.get((config.name, cell.fault.label, cell.state.label), NOT_RUN) == NOT_RUN
+            and all(word in cell.id for word in words)
+        ]
         if not wanted:
             continue
         with tempfile.TemporaryDirectory(prefix="faults-") as directory, Rig(config, Path(directory)) as rig:
             for cell in wanted:
                 result = run_cell(rig, cell)
                 failures += "problem" in result
-                with file.open("a") as results:
-                    results.write(json.dumps({"cell": cell.id, **result}) + "\n")
+                with file.open("a") as lines:
+                    lines.write(json.dumps({"cell": cell.id, **result}) + "\n")
                 print(f"{cell.id}: {result.get('problem') or shown(result)}", flush=True)
     return failures
 
@@ -120,7 +130,7 @@ def table(config: Config, results: Results, before: Mapping[tuple[str, str, str]
             elif result is not None:
                 shown_cells.append(shown(result))
             else:
-                shown_cells.append(before.get((config.name, fault.label, state.label), "not run"))
+                shown_cells.append(before.get((config.name, fault.label, state.label), NOT_RUN))
         yield f"| {fault.label} | {' | '.join(shown_cells)} |\n"
 
 
@@ -161,6 +171,7 @@ def main() -> int:
     parser.add_argument("command", choices=["run", "print", "write"])
     parser.add_argument("words", nargs="*", help="parts of the ids of the cells to run")
     parser.add_argument("--config", action="append", choices=[config.name for config in CONFIGS])
+    parser.add_argument("--unwritten", action="store_true", help="run only cells that the document says were not run")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "faults.jsonl")
     options = parser.parse_intermixed_args()
     options.results.parent.mkdir(exist_ok=True)
@@ -168,7 +179,7 @@ def main() -> int:
     if options.command == "run":
         print(f"links are TCP proxies; {network_tools()}", flush=True)
         configs = [config for config in CONFIGS if options.config is None or config.name in options.config]
-        failures = run(configs, options.words, options.results)
+        failures = run(configs, options.words, options.results, unwritten=options.unwritten)
     results = read_results(options.results)
     if options.command == "write":
         DOCUMENT.write_text(document(DOCUMENT.read_text(), results))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.server.api.request_body import GZIP_FORMAT
+from pdserve.server.api.service.request_body import GZIP_FORMAT
 from tests.random_schemas import random_schema, without_bounds
 
 MIB = 1 << 20

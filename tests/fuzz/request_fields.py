@@ -19,12 +19,11 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Finished, FinishReason
 from pdserve.server.api.anthropic.models import MessagesBody
 from pdserve.server.api.anthropic.requests import parse_message
-from pdserve.server.api.app import AbortBody, begin_outputs
+from pdserve.server.api.app import AbortBody
 from pdserve.server.api.common.fields import Body, parse_body
 from pdserve.server.api.common.limits import Limits
-from pdserve.server.api.lanes import INLINE_BYTES
-from pdserve.server.api.native.models import GenerateBody, NativeSampling
-from pdserve.server.api.native.requests import parse_generate
+from pdserve.server.api.generate.models import GenerateBody, NativeSampling
+from pdserve.server.api.generate.requests import parse_generate
 from pdserve.server.api.openai.chat_requests import parse_chat
 from pdserve.server.api.openai.models import ChatBody, CompletionBody
 from pdserve.server.api.openai.replies import CompletionRendering
@@ -32,6 +31,8 @@ from pdserve.server.api.openai.requests import parse_completion
 from pdserve.server.api.responses.models import ResponsesBody
 from pdserve.server.api.responses.replies import ResponsesRendering
 from pdserve.server.api.responses.requests import parse_response
+from pdserve.server.api.service.lanes import INLINE_BYTES
+from pdserve.server.api.service.service import begin_outputs
 from pdserve.server.api.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from pdserve.server.engine.inbox import Progress
 from pdserve.server.text.chat_format import ChatFormat

@@ -33,13 +33,13 @@ from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Prefilled, Submit, ToFrontendBatch
-from pdserve.server.api.arriving_bodies import ArrivingBodies
+from pdserve.server.api.common.calls import check_prompt_logprobs
 from pdserve.server.api.common.fields import FieldError, decode_object
 from pdserve.server.api.common.sampling_fields import check_stop_regexes
-from pdserve.server.api.lanes import INLINE_BYTES
-from pdserve.server.api.native.models import NativeSampling
-from pdserve.server.api.native.requests import check_prompt_logprobs
-from pdserve.server.api.request_body import GZIP_FORMAT, read_body
+from pdserve.server.api.generate.models import NativeSampling
+from pdserve.server.api.service.arriving_bodies import ArrivingBodies
+from pdserve.server.api.service.lanes import INLINE_BYTES
+from pdserve.server.api.service.request_body import GZIP_FORMAT, read_body
 from pdserve.server.text.parsers.call_grammars import FunctionSchema, UnwritableCallsError
 from pdserve.server.text.parsers.families import FAMILIES
 from pdserve.server.text.stop_regexes import StopRegexes

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from pdserve.kernels.backends import few_rows_cuda, gemv_cuda
 from pdserve.kernels.dsa import index_plan
 from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
-from pdserve.kernels.linear import block_scaled, linear
-from pdserve.kernels.linear.block_format import BlockScaled
+from pdserve.kernels.linear import fp8_linear, linear
+from pdserve.kernels.linear.fp8_format import Fp8Matrix
 from pdserve.kernels.linear.rms_norm import add_rms_norm_reference
 from pdserve.kernels.linear.row_tiles import RowTiles
 from pdserve.kernels.moe import experts
@@ -341,14 +341,14 @@ class PretendGpu(TorchFunctionMode):
 
         def multiply(
             x: torch.Tensor,
-            weight: torch.Tensor | BlockScaled,
+            weight: torch.Tensor | Fp8Matrix,
             bias: torch.Tensor | None,
             out: torch.Tensor,
             *,
             gated: bool,
         ) -> None:
-            if isinstance(weight, BlockScaled):
-                scaled = block_scaled.block_scaled_gated_linear if gated else block_scaled.block_scaled_linear
+            if isinstance(weight, Fp8Matrix):
+                scaled = fp8_linear.fp8_gated_linear if gated else fp8_linear.fp8_linear
                 out.copy_(scaled(x, weight, bias, impl="reference"))
             else:
                 plain = linear.gated_linear if gated else linear.linear
@@ -410,7 +410,7 @@ class PretendGpu(TorchFunctionMode):
             (hot_rows, "write_back", write_back.write_back_reference),
             (keep_top_p, "launch_keep_top_p", keep_top_p.keep_top_p_reference),
             (linear, "_launch_cuda", multiply),
-            (block_scaled, "_launch_cuda", multiply),
+            (fp8_linear, "_launch_cuda", multiply),
             (experts, "launch_token_experts", mix),
             (routing, "launch_select_route", select_and_route),
             (norm_route_cuda, "launch_norm_route", norm_and_route),

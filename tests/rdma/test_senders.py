@@ -55,7 +55,6 @@ class Sender:
             [KvRoute("rdma", receiver.sessions["rdma"]), KvRoute("tcp", receiver.sessions["tcp"])],
             [self.pools],
             window=PARTS,
-            on_result=self.results.put,
             on_routed=lambda transport, dropped: self.routes.put((transport, dict(dropped))),
             local=local,
         )
@@ -63,7 +62,7 @@ class Sender:
     def submit(self) -> None:
         starts = np.arange(0, POOL_BYTES, POOL_BYTES // PARTS)
         sizes = np.full(PARTS, POOL_BYTES // PARTS)
-        self.sender.submit(SendJob(TransferKey(1, 1), CopyRuns(starts, starts, sizes), self.pools))
+        self.sender.submit(SendJob(TransferKey(1, 1), CopyRuns(starts, starts, sizes), self.pools, self.results.put))
 
     def send(self) -> tuple[SendResult, float]:
         started = time.monotonic()

@@ -23,6 +23,7 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Status
 from pdserve.server.api.app import Routes, create_app
 from pdserve.server.api.role import RoleReport
+from pdserve.server.api.service.service import Service
 from pdserve.server.connections.http_protocol import PatientHttpProtocol
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.launch.frontend import HttpServer
@@ -125,7 +126,9 @@ async def running_server(
     client = LeaderClient(metrics, config, watch=Watch(lambda: 0.0))  # the scripted leader may be silent
     metrics.set_role(config.role)
     metrics.watch_leader(lambda: client)
-    app = create_app(Routes(config, tokenizer, client, metrics, default_sampling, FixedRole(config.role)))
+    roles = FixedRole(config.role)
+    service = Service(config, tokenizer, client, default_sampling, roles.former)
+    app = create_app(Routes(service, metrics, roles))
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -34,7 +34,7 @@ from pdserve.scheduler.messages.frontend import (
     ToLeader,
 )
 from pdserve.scheduler.shutdown import LAST_WRITES_S, STOP_S
-from pdserve.transfer.control.thread import LAST_WORDS_S
+from pdserve.transfer.control.peers import LAST_WORDS_S
 
 MessageT = TypeVar("MessageT")
 

@@ -89,7 +89,7 @@ def test_version_prints_all_versions(spelling: str) -> None:
         (["router"], "unknown command 'router': put sglang-router or smg before the servers"),
         (["up", "--port=x"], "port: must be a whole number, got 'x' from the command line"),
         (["up", "--nnodes=2"], "unknown argument --nnodes: it is for 'pdserve prefill' and 'pdserve decode'"),
-        (["demo", "--max-new-tokens=0"], "argument --max-new-tokens: must be a whole number, at least 1, got '0'"),
+        (["demo", "--max-new-tokens=0"], "--max-new-tokens must be at least 1, got '0'"),
         (["up", "--port=8100"], "--port and --prefill-port are both 8100: choose different ports"),
     ],
 )

@@ -142,12 +142,16 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
         yield Versions(servers, model, build_wheel(base, directory), expected)
 
 
+@pytest.mark.parametrize("staging", ["off", "on"])
 def test_servers_are_replaced_one_by_one_without_a_failed_request(
-    versions: Versions, monkeypatch: pytest.MonkeyPatch
+    versions: Versions, monkeypatch: pytest.MonkeyPatch, staging: str
 ) -> None:
     monkeypatch.setattr(servers_module, "START_TIMEOUT_S", START_TIMEOUT_S)
-    prefills = [versions.start("prefill", None, old=True) for _ in range(2)]
-    endpoints = [flag for prefill in prefills for flag in ("--prefill", prefill.endpoint)]
+    staged = ["--staging", staging]
+    prefills = [versions.start("prefill", None, *staged, old=True) for _ in range(2)]
+    endpoints = [*staged, *(flag for prefill in prefills for flag in ("--prefill", prefill.endpoint))]
+    if staging == "on":
+        endpoints += ["--staging-ring-mib", "0.0625"]
     decodes = [versions.start("decode", None, *endpoints, old=True) for _ in range(2)]
     for server in (*prefills, *decodes):
         server.wait_ready()
@@ -159,7 +163,7 @@ def test_servers_are_replaced_one_by_one_without_a_failed_request(
     try:
         load.wait_served()
         for old in (False, True):  # upgrade, then downgrade: each version is prefill and decode for the other
-            for group, flags in ((prefills, []), (decodes, endpoints)):
+            for group, flags in ((prefills, staged), (decodes, endpoints)):
                 for position, server in enumerate(group):
                     load.take_out(server)
                     assert server.stop() == 0
@@ -174,7 +178,11 @@ def test_servers_are_replaced_one_by_one_without_a_failed_request(
     finally:
         load.stop()
     assert load.failures == []
+    staged_parts = 0
     for server in (*prefills, *decodes):
         assert HTTP.get(f"{server.url}/health", timeout=10).json()["reasons"] == []
         counters = server.settled_info()["counters"]
         assert (counters["integrity_errors"], counters.get("checksum_errors", 0)) == (0, 0)
+        staged_parts += counters["staged_parts"]
+        assert server.stop() == 0
+    assert bool(staged_parts) == (staging == "on")

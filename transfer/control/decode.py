@@ -16,10 +16,10 @@ from ..protocol.wire import Buffer
 from .curve import AUTHENTICATION_FAILED, ClusterKeys
 from .endpoints import Address, Connection, Endpoint, resolve
 from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeersUnreachable, PublicState
-from .peers import PeerControl
+from .peers import MESSAGES_PER_TURN, Control
 from .reachability import Reachability
 from .session import SessionState, Timing
-from .thread import MESSAGES_PER_TURN
+from .thread import Ready
 from .wakeup import ConnectionMonitor
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ UNPAIRED_S = 30.0
 """How long an unpaired endpoint is tried after the last request that named it."""
 
 
-class DecodeControl(PeerControl[Connection, Welcome]):
+class DecodeControl(Control[Connection, Welcome]):
     """Connects to prefill servers, introduces itself, and reconnects when a connection ends."""
 
     def __init__(
@@ -71,7 +71,7 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         resolve: Callable[[str], list[str]] = resolve,
     ) -> None:
         """`allowed_hosts` applies to endpoints named by requests, after their host names are resolved."""
-        super().__init__(me, check=check, on_event=on_event, load=load, timing=timing, clock=clock)
+        super().__init__(me, turn=self._turn, check=check, on_event=on_event, load=load, timing=timing, clock=clock)
         self._keys = keys
         self._allowed_hosts = allowed_hosts
         self._unpaired_s = unpaired_s
@@ -90,10 +90,7 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"a prefill endpoint is HOST:PORT, got {endpoint!r}")
-        self._post(partial(self._add, endpoint, client))
-
-    def _sessions(self) -> list[Connection]:
-        return [address.connection for address in self._addresses() if address.connection is not None]
+        self._thread.post(partial(self._add, endpoint, client))
 
     def _addresses(self) -> list[Address]:
         return [address for endpoint in self._endpoints.values() for address in endpoint.addresses.values()]
@@ -102,8 +99,10 @@ class DecodeControl(PeerControl[Connection, Welcome]):
     def _is_full(self) -> bool:
         return sum(max(1, len(endpoint.addresses)) for endpoint in self._endpoints.values()) >= MAX_ENDPOINTS
 
-    def _transmit(self, session: Connection, frames: Sequence[Buffer]) -> None:
-        session.socket.send_multipart(frames, zmq.NOBLOCK)
+    def _turn(self, ready: Ready, now: float) -> None:
+        self._keep_all_up(now, all_read=self._read(ready, now))
+        self._tick(now)
+        self._snapshot = [snapshot for endpoint in self._endpoints.values() for snapshot in self._snapshots(endpoint)]
 
     def _add(self, name: str, client: str | None) -> None:
         now = self._clock()
@@ -150,7 +149,7 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         address.endpoint.addresses.pop(address.ip, None)
 
     def _look_up(self, endpoint: Endpoint) -> None:
-        endpoint.look_up(self._resolve, lambda ips: self._post(partial(self._looked_up, endpoint, ips)))
+        endpoint.look_up(self._resolve, lambda ips: self._thread.post(partial(self._looked_up, endpoint, ips)))
 
     def _looked_up(self, endpoint: Endpoint, ips: list[str] | None) -> None:
         """Take in new addresses of a name. One that is gone stays while a server is paired there."""
@@ -196,10 +195,9 @@ class DecodeControl(PeerControl[Connection, Welcome]):
             self._end_attempt(address, f"cannot connect to {address.name}: {error}", now)
 
     def _connect(self, address: Address, now: float) -> None:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket = self._thread.socket(zmq.DEALER)
         address.socket = socket
-        self._poller.register(socket, zmq.POLLIN)
-        self._configure(socket)
+        self._thread.poller.register(socket, zmq.POLLIN)
         # One socket per attempt: ZMQ must not reconnect by itself. The value -1 would disable reconnection too, but
         # with it ZMQ drops messages that were received and not read when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, ZMQ_RECONNECT_MS)
@@ -210,8 +208,8 @@ class DecodeControl(PeerControl[Connection, Welcome]):
             socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None:
             self._keys.secure_client(socket)
-        address.monitor = ConnectionMonitor(self._context, socket, _MONITORED)
-        self._poller.register(address.monitor.socket, zmq.POLLIN)
+        address.monitor = ConnectionMonitor(self._thread.context, socket, _MONITORED)
+        self._thread.poller.register(address.monitor.socket, zmq.POLLIN)
         address.attempt_ends_at = now + self.timing.connect_timeout_s
         socket.connect(f"tcp://{address.label}")
 
@@ -220,11 +218,11 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         endpoint = address.endpoint
         attempted = address.socket is not None
         if address.monitor is not None:
-            self._poller.unregister(address.monitor.socket)
+            self._thread.poller.unregister(address.monitor.socket)
             address.monitor.close()
             address.monitor = None
         if address.socket is not None:
-            self._poller.unregister(address.socket)
+            self._thread.poller.unregister(address.socket)
             address.socket.close(linger=0)
             address.socket = None
         if address.connection is None:
@@ -247,7 +245,7 @@ class DecodeControl(PeerControl[Connection, Welcome]):
 
     def _end_connection(self, connection: Connection, reason: str) -> None:
         self._end(connection, reason)
-        for other in self._sessions():
+        for other in self._sessions:
             if other.state is SessionState.ALIAS and other.instance == connection.instance:
                 other.state = SessionState.MEETING
                 other.hello_at = self._clock()
@@ -265,11 +263,19 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         for _ in range(MESSAGES_PER_TURN):
             if connection.socket.closed:
                 return True
-            frames = self._receive_frames(connection.socket)
-            if frames is None:
+            try:
+                frames = connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return True
-            self._receive(connection, [frame.buffer for frame in frames], now)
+            self._thread.guard(partial(self._handle, connection, [frame.buffer for frame in frames], now))
         return False
+
+    def _handle(self, connection: Connection, frames: Sequence[Buffer], now: float) -> None:
+        match self._receive(connection, frames, now):
+            case "broken":
+                self._end_attempt(connection.address, connection.detail or "", now)
+            case Hello() | Welcome() | Refused() as message:
+                self._introduce(connection, message, now)
 
     def _read_connection_events(self, address: Address, now: float) -> None:
         while address.monitor is not None and (event := address.monitor.read()) is not None:
@@ -283,6 +289,7 @@ class DecodeControl(PeerControl[Connection, Welcome]):
                 address.connection = Connection(
                     address, address.socket, resend_after_s=self.timing.resend_after_s, now=now
                 )
+                self._sessions.append(address.connection)
             elif kind == zmq.EVENT_CLOSED:
                 address.failed_handshakes = 0
                 address.refused = False
@@ -318,9 +325,6 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         address.refused = True
         address.detail = reason
         self._report_refused(address.name, reason)
-
-    def _admits(self, session: Connection, now: float) -> bool:  # noqa: ARG002
-        return session.state is SessionState.PAIRED
 
     def _introduce(self, session: Connection, message: Hello | Welcome | Refused, now: float) -> None:
         match message:
@@ -360,7 +364,7 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         self._beat(connection, now)  # tells prefill that its Welcome arrived
         self._set_paired(connection, connection.address.names[0])
         self._announce(connection, known=1)
-        for other in self._sessions():  # a server that was lost and is back still has its other addresses
+        for other in self._sessions:  # a server that was lost and is back still has its other addresses
             if other.state is SessionState.ALIAS and other.instance == welcome.instance:
                 self._announce(other)
 
@@ -369,18 +373,6 @@ class DecodeControl(PeerControl[Connection, Welcome]):
         assert connection.instance is not None
         for name in connection.address.names[known:]:
             self._emit(PeerAlias(name, connection.instance))
-
-    def _set_refused(self, session: Connection, reason: str) -> None:
-        super()._set_refused(session, reason)
-        session.address.tried = True
-        session.hello_at = self._clock() + self.timing.refused_retry_s
-
-    def _report_refused(self, session: Connection | str, reason: str) -> None:
-        name = session if isinstance(session, str) else session.name
-        self._counts["refused"] += 1
-        if self._first_time(name, reason):
-            self._refusals.warning("no pair with prefill %s: %s", name, reason)
-            self._emit(PeerRefused(name, reason))
 
     def _tick(self, now: float) -> None:
         for endpoint in list(self._endpoints.values()):
@@ -413,9 +405,6 @@ class DecodeControl(PeerControl[Connection, Welcome]):
                 )
         elif now >= address.attempt_at:
             self._begin_attempt(address, now)
-
-    def _take_snapshot(self) -> list[PeerSnapshot]:
-        return [snapshot for endpoint in self._endpoints.values() for snapshot in self._snapshots(endpoint)]
 
     def _snapshots(self, endpoint: Endpoint) -> list[PeerSnapshot]:
         if not endpoint.addresses:

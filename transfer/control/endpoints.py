@@ -7,6 +7,7 @@ import random
 import socket as sockets
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -25,11 +26,21 @@ class Connection(Session):
     """An established connection to one address."""
 
     def __init__(self, address: "Address", socket: zmq.Socket[bytes], *, resend_after_s: float, now: float) -> None:
-        super().__init__(address.name, resend_after_s=resend_after_s, now=now)
+        transmit = partial(socket.send_multipart, flags=zmq.NOBLOCK)
+        super().__init__(address.name, transmit, resend_after_s=resend_after_s, now=now)
         self.address = address
         self.socket = socket
         self.state = SessionState.MEETING
         self.hello_at = now
+
+    @property
+    def public_name(self) -> str:
+        return self.name
+
+    def refused(self, reason: str, retry_at: float) -> None:
+        super().refused(reason, retry_at)
+        self.address.tried = True
+        self.hello_at = retry_at
 
 
 class Address:

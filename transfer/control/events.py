@@ -45,8 +45,8 @@ class PeerLost:
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
     """The connection of a lost peer is closed or replaced by a new one: its process has ended, or it is disconnected
-    and has stopped writing to us. Messages queued for it are dropped. A silent peer (for example under SIGSTOP) is
-    lost, but not closed.
+    and has stopped writing to us. Messages queued for it are dropped, and its transfers have failed. A silent peer (for
+    example under SIGSTOP) is lost, but not closed.
     """
 
     instance: InstanceId
@@ -91,25 +91,8 @@ class LoadReported:
     load: Load
 
 
-@dataclass(frozen=True, slots=True)
-class SendFailed:
-    """A message was not queued, because too many messages already wait for this peer."""
-
-    instance: InstanceId
-    message: AnyMessage
-    reason: str
-
-
 Event: TypeAlias = (
-    PeerUp
-    | PeerAlias
-    | PeerLost
-    | PeerClosed
-    | PeerRefused
-    | PeersUnreachable
-    | MessageReceived
-    | LoadReported
-    | SendFailed
+    PeerUp | PeerAlias | PeerLost | PeerClosed | PeerRefused | PeersUnreachable | MessageReceived | LoadReported
 )
 
 

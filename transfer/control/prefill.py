@@ -3,7 +3,8 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
@@ -11,10 +12,10 @@ from ..protocol.messages import Hello, Load, Refused, Welcome
 from ..protocol.wire import MAX_FRAME_BYTES, Buffer
 from .bind import bind_tcp
 from .curve import AUTHENTICATION_FAILED, ClientGate, ClusterKeys
-from .events import Event, PeerRefused, PeerSnapshot
-from .peers import PeerControl
+from .events import Event, PeerRefused
+from .peers import MESSAGES_PER_TURN, Control
 from .session import Session, SessionState, Timing
-from .thread import MESSAGES_PER_TURN
+from .thread import Ready
 from .unknown_peers import UnknownPeers
 from .wakeup import ConnectionMonitor
 
@@ -33,13 +34,18 @@ _WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MEC
 class _Route(Session):
     """The connection of one decode server: its ZMQ routing id, and the file descriptor that monitor events name."""
 
-    def __init__(self, name: str, routing_id: bytes, fd: int, *, resend_after_s: float, now: float) -> None:
-        super().__init__(name, resend_after_s=resend_after_s, now=now)
+    def __init__(
+        self, name: str, router: zmq.Socket[bytes], routing_id: bytes, fd: int, *, resend_after_s: float, now: float
+    ) -> None:
+        def transmit(frames: Sequence[Buffer]) -> None:
+            router.send_multipart([routing_id, *frames], zmq.NOBLOCK)
+
+        super().__init__(name, transmit, resend_after_s=resend_after_s, now=now)
         self.routing_id = routing_id
         self.fd = fd
 
 
-class PrefillControl(PeerControl[_Route, Hello]):
+class PrefillControl(Control[_Route, Hello]):
     """Binds the bootstrap port and pairs with every decode server that sends Hello and passes `check`.
 
     Port 0 binds a free port; `port` is the bound one. Raises StartupError if it cannot bind.
@@ -58,46 +64,60 @@ class PrefillControl(PeerControl[_Route, Hello]):
         timing: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(me, check=check, on_event=on_event, load=load, timing=timing, clock=clock)
+        super().__init__(me, turn=self._turn, check=check, on_event=on_event, load=load, timing=timing, clock=clock)
         self._routes: dict[bytes, _Route] = {}
         self._route_of_fd: dict[int, _Route] = {}
         self._connections = UnknownPeers(MAX_MESSAGE_BYTES, self._report_cut)
         self._limits_at = clock()
-        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._configure(self._router)
+        self._router = self._thread.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._gate = ClientGate(self._context, keys)
+        self._gate = ClientGate(self._thread.context, keys)
         self._gate.protect(self._router)
-        self._poller.register(self._gate.socket, zmq.POLLIN)
-        self._monitor = ConnectionMonitor(self._context, self._router, _MONITORED)
-        self._poller.register(self._monitor.socket, zmq.POLLIN)
-        self._poller.register(self._router, zmq.POLLIN)
+        self._thread.poller.register(self._gate.socket, zmq.POLLIN)
+        self._monitor = ConnectionMonitor(self._thread.context, self._router, _MONITORED)
+        self._thread.poller.register(self._monitor.socket, zmq.POLLIN)
+        self._thread.poller.register(self._router, zmq.POLLIN)
         try:
             self.port = bind_tcp(self._router, bind_host, port, "bootstrap port", "--bootstrap-port")
             self._connections.port = self.port
         except BaseException:
-            self._release()
+            self._thread.release()
             raise
 
-    def _sessions(self) -> Iterable[_Route]:
-        return self._routes.values()
-
-    def _transmit(self, session: _Route, frames: Sequence[Buffer]) -> None:
-        self._router.send_multipart([session.routing_id, *frames], zmq.NOBLOCK)
+    def _turn(self, ready: Ready, now: float) -> None:
+        self._keep_all_up(now, all_read=self._read(ready, now))
+        if now >= self._limits_at:
+            self._limits_at = now + self.timing.tick_s
+            self._connections.enforce_limits()
+        self._snapshot = [route.snapshot() for route in self._sessions]
 
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
         if self._gate.socket in ready:
             self._gate.answer_all()
         self._read_connections(EVENTS_PER_TURN)
-        self._soon = self._connections.cut_excess()
+        self._thread.soon = self._connections.cut_excess()
         for _ in range(MESSAGES_PER_TURN):
-            frames = self._receive_frames(self._router)
-            if frames is None:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return True
             route = self._route_of_sender(frames[0], sum(map(len, frames[1:])), now)
             if route is not None:
-                self._receive(route, [frame.buffer for frame in frames[1:]], now)
+                self._thread.guard(partial(self._handle, route, [frame.buffer for frame in frames[1:]], now))
         return False
+
+    def _handle(self, route: _Route, frames: Sequence[Buffer], now: float) -> None:
+        match self._receive(route, frames, now):
+            case "unpaired" if route.state is SessionState.MEETING:
+                if self._pair(route, now):
+                    self._receive(route, frames, now)
+            case "unpaired":
+                self._counts["unknown_peer"] += 1
+                self._reply(route, Refused("unknown_peer", "this server has no session for this peer: send Hello"))
+            case "broken":
+                self._connections.cut(route.fd, route.detail or "")
+            case Hello() | Welcome() | Refused() as message:
+                self._introduce(route, message, now)
 
     def _route_of_sender(self, routing_id: zmq.Frame, size_bytes: int, now: float) -> _Route | None:
         """The route that a message of this size came on, a new one for an unknown peer; None if its connection is not
@@ -120,7 +140,8 @@ class PrefillControl(PeerControl[_Route, Hello]):
             route = None
         if route is None:
             # Stored once it sends Hello.
-            route = _Route(address, routing_id.bytes, fd, resend_after_s=self.timing.resend_after_s, now=now)
+            resend_after_s = self.timing.resend_after_s
+            route = _Route(address, self._router, routing_id.bytes, fd, resend_after_s=resend_after_s, now=now)
         return route
 
     def _read_connections(self, limit: int | None = None) -> None:
@@ -145,17 +166,6 @@ class PrefillControl(PeerControl[_Route, Hello]):
                     if self._first_time("", "handshake"):
                         logger.warning("a client that does not speak ZMQ connected to the control port")
 
-    def _admits(self, session: _Route, now: float) -> bool:
-        match session.state:
-            case SessionState.PAIRED:
-                return True
-            case SessionState.MEETING:
-                return self._pair(session, now)
-            case _:
-                self._counts["unknown_peer"] += 1
-                self._reply(session, Refused("unknown_peer", "this server has no session for this peer: send Hello"))
-                return False
-
     def _introduce(self, session: _Route, message: Hello | Welcome | Refused, now: float) -> None:
         match message:
             case Hello():
@@ -177,10 +187,13 @@ class PrefillControl(PeerControl[_Route, Hello]):
             return
         if route.instance not in (None, hello.instance):
             self._forget(route, "another instance uses its connection")
-            route = _Route(route.name, route.routing_id, route.fd, resend_after_s=route.channel.resend_after_s, now=now)
+            resend_after_s = self.timing.resend_after_s
+            route = _Route(route.name, self._router, route.routing_id, route.fd, resend_after_s=resend_after_s, now=now)
         previous = self._route_of_fd.get(route.fd)
         if previous is not None and previous is not route:
             self._forget(previous, "its connection was closed")
+        if route.routing_id not in self._routes:
+            self._sessions.append(route)
         self._routes[route.routing_id] = route
         self._route_of_fd[route.fd] = route
         if not self._accepts(route, hello):
@@ -209,27 +222,11 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._set_paired(route, endpoint=None)
         return True
 
-    def _report_refused(self, session: _Route, reason: str) -> None:
-        self._counts["refused"] += 1
-        peer = session.instance or session.name
-        if self._first_time(peer, reason):
-            self._refusals.warning("refused decode %s: %s", session, reason)
-            self._emit(PeerRefused(peer, reason))
-
     def _forget(self, route: _Route, reason: str) -> None:
         self._routes.pop(route.routing_id, None)
         self._route_of_fd.pop(route.fd, None)
         self._end(route, reason)
 
-    def _tick(self, now: float) -> None:
-        """Only limits are enforced here: prefill never begins an introduction, decode repeats its Hello."""
-        if now >= self._limits_at:
-            self._limits_at = now + self.timing.tick_s
-            self._connections.enforce_limits()
-
     def _report_cut(self, reason: str) -> None:
         self._counts["connections_cut"] += 1
         self._noise.warning("a connection to the control port was closed: %s", reason)
-
-    def _take_snapshot(self) -> list[PeerSnapshot]:
-        return [route.snapshot() for route in self._routes.values()]

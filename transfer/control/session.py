@@ -1,9 +1,11 @@
 """One connection to one peer: its state, its channel and the last introduction and load of the peer."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from ..protocol.messages import Hello, InstanceId, Load, Welcome
+from ..protocol.wire import Buffer
 from .events import PeerSnapshot, PublicState
 from .reliable_channel import ReliableChannel
 
@@ -58,15 +60,22 @@ class SessionState(Enum):
 
 
 class Session:
-    """One connection to one peer. It and its channel exist exactly as long as the connection."""
+    """One connection to one peer. It and its channel exist exactly as long as the connection. `transmit` hands one
+    message to ZMQ without blocking, and may raise zmq.ZMQError.
+    """
 
-    def __init__(self, name: str, *, resend_after_s: float, now: float) -> None:
+    def __init__(
+        self, name: str, transmit: Callable[[Sequence[Buffer]], object], *, resend_after_s: float, now: float
+    ) -> None:
         self.name = name
+        self.transmit = transmit
         self.channel = ReliableChannel(resend_after_s=resend_after_s)
         self.state = SessionState.UNKNOWN
         self.instance: InstanceId | None = None
         self.introduction: Hello | Welcome | None = None
         self.announced = False  # PeerUp was emitted, so PeerClosed must follow
+        self.broken_at: float | None = None
+        """When a message did not fit into the channel."""
         self.heard_at = now
         self.heartbeat_at = now
         self.complaint_at = now
@@ -76,6 +85,16 @@ class Session:
         self.load = Load()
         self.rdma_ports: dict[str, str] = {}
         self.detail: str | None = None
+
+    def refused(self, reason: str, retry_at: float) -> None:  # noqa: ARG002 (decode tries again)
+        """The servers do not fit each other."""
+        self.state = SessionState.REFUSED
+        self.detail = reason
+
+    @property
+    def public_name(self) -> str:
+        """By which a refusal names it."""
+        return self.instance or self.name
 
     def __str__(self) -> str:
         return self.name if self.instance is None else f"{self.name} ({self.instance})"

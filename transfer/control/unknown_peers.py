@@ -105,28 +105,28 @@ class UnknownPeers:
         if unknown.messages <= UNKNOWN_PEER_MESSAGES:
             return True
         if unknown.message_bytes <= self._received(fd, unknown):
-            self._cut(fd, f"it has sent more than {UNKNOWN_PEER_MESSAGES} messages without an introduction")
+            self.cut(fd, f"it has sent more than {UNKNOWN_PEER_MESSAGES} messages without an introduction")
         return False
 
     def cut_excess(self) -> bool:
         """Close the oldest of too many unknown connections, CUTS_PER_CALL at most. Returns whether some are left."""
         excess = len(self._unknown) - MAX_UNKNOWN_PEERS
         for fd in list(itertools.islice(self._unknown, max(0, min(excess, CUTS_PER_CALL)))):
-            self._cut(fd, f"more than {MAX_UNKNOWN_PEERS} connections have not completed the handshake")
+            self.cut(fd, f"more than {MAX_UNKNOWN_PEERS} connections have not completed the handshake")
         return excess > CUTS_PER_CALL
 
     def enforce_limits(self) -> None:
         """Close the connections that have sent too much. Call this a few times per second."""
         for fd, connection in list(self._unknown.items()):
             if self._received(fd, connection) > UNKNOWN_PEER_BYTES:
-                self._cut(fd, f"it has sent more than {UNKNOWN_PEER_BYTES} bytes without completing the handshake")
+                self.cut(fd, f"it has sent more than {UNKNOWN_PEER_BYTES} bytes without completing the handshake")
         for fd, connection in list(self._known.items()):
             assert self._message_bytes is not None
             received = self._received(fd, connection)
             if connection.message_read:
                 connection.message_read, connection.counted_from = False, received
             if received - connection.counted_from > self._message_bytes:
-                self._cut(fd, f"it has sent more than {self._message_bytes} bytes in an unfinished message")
+                self.cut(fd, f"it has sent more than {self._message_bytes} bytes in an unfinished message")
 
     @staticmethod
     def _received(fd: int, connection: _Connection) -> int:
@@ -136,7 +136,8 @@ class UnknownPeers:
                 return received_bytes(fd)
         return 0
 
-    def _cut(self, fd: int, reason: str) -> None:
+    def cut(self, fd: int, reason: str) -> None:
+        """Close the connection."""
         connection = self._unknown.pop(fd, None) or self._known.pop(fd)
         with suppress(OSError), borrowed_socket(fd) as borrowed:
             same = os.fstat(borrowed.fileno()).st_ino == connection.inode

@@ -32,7 +32,7 @@ from ..protocol.checksum import add_sums, block_sum
 from ..protocol.messages import Hello, InstanceId, KvPath, TransferKey, Welcome
 from .chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten, joined_bytes
 from .local_pool import LocalPool
-from .part_writer import PartJob, PartWriter, StageBuffers
+from .part_writer import PartWriter, StageBuffers
 from .routed_engine import PoolPair
 from .sender import PeerSender, SendJob, SendResult
 
@@ -111,29 +111,38 @@ class _Route:
         sender.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _RegionJob(SendJob):
-    """The copies of a chunk for one region."""
-
-    chunk: "_Chunk"
-    sender: PeerSender
-
-
 @dataclass(slots=True, eq=False)
 class _Chunk:
     """A chunk that is being sent."""
 
     command: ChunkWrite
+    on_written: Callable[[ChunkWritten], None]
     checksums: list[int]
-    jobs: list[_RegionJob] = field(default_factory=list)
+    jobs: list[tuple[PeerSender, SendJob]] = field(default_factory=list)
     results: list[SendResult] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, result: SendResult) -> bool:
-        """Record the end of a job. Returns whether it was the last one."""
+    def job(self, plan: _RegionPlan, ready: Callable[[], None] | None) -> SendJob:
+        """The copies for one region."""
+        command = self.command
+
+        def prepare() -> None:
+            if ready is not None:
+                ready()
+            if command.verify:
+                self.add_checksum(plan.region.destination, plan.checksum(command))
+
+        return SendJob(command.key, partial(plan.runs, command), plan.pools, self.ended, prepare)
+
+    def ended(self, result: SendResult) -> None:
+        """Runs on a sender's thread: record the end of a job, and report the chunk after its last job."""
         with self.lock:
             self.results.append(result)
-            return len(self.results) == len(self.jobs)
+            last = len(self.results) == len(self.jobs)
+        if last:
+            self.on_written(self.written())
+        elif not result.ok:
+            self.cancel()
 
     def add_checksum(self, decode_rank: int, checksum: int) -> None:
         with self.lock:
@@ -146,8 +155,8 @@ class _Chunk:
 
     def cancel(self) -> None:
         """Cancel the jobs that have not ended; each still reports a result."""
-        for job in self.jobs:
-            job.sender.cancel_job(job)
+        for sender, job in self.jobs:
+            sender.cancel_job(job)
 
     def written(self) -> ChunkWritten:
         command = self.command
@@ -301,29 +310,16 @@ class ChunkWriter:
 
     def _submit(self, route: _Route, chunk: ChunkWrite, ready: Callable[[], None] | None) -> ChunkWritten | None:
         """Submit the jobs of a chunk. Returns the result if there is nothing to send."""
-        pending = _Chunk(chunk, [0] * route.decode_ranks if chunk.verify else [])
+        pending = _Chunk(chunk, self._on_written, [0] * route.decode_ranks if chunk.verify else [])
         regions = [region for region in route.regions if region.takes(chunk) and (chunk.verify or not region.staged)]
-        pending.jobs = [_region_job(pending, region, route.senders[region.routes], ready) for region in regions]
+        pending.jobs = [(route.senders[region.routes], pending.job(region, ready)) for region in regions]
         if not pending.jobs:
             return pending.written()
-        for job in pending.jobs:
-            job.sender.submit(job)
+        for sender, job in pending.jobs:
+            sender.submit(job)
         if pending.failed:  # a job failed before the last one was submitted
             pending.cancel()
         return None
-
-    def _take_result(self, result: SendResult) -> None:
-        """Runs on a sender's thread: record the end of a job, and report the chunk after its last job."""
-        job = result.job
-        if isinstance(job, PartJob):
-            job.ended(result)
-            return
-        assert isinstance(job, _RegionJob), f"not a job of a chunk: {job!r}"
-        chunk = job.chunk
-        if chunk.add(result):
-            self._on_written(chunk.written())
-        elif not result.ok:
-            chunk.cancel()
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
         """Plan the regions to a decode server, and start a sender for each set of routes."""
@@ -406,27 +402,7 @@ class ChunkWriter:
             routes,
             list({id(plan.pools): plan.pools for plan in plans}.values()),
             window=self._send_window,
-            on_result=self._take_result,
             on_routed=routed,
             device=plans[0].source.memory.probe.device,
             local=self._transport,
         )
-
-
-def _region_job(chunk: _Chunk, plan: _RegionPlan, sender: PeerSender, ready: Callable[[], None] | None) -> _RegionJob:
-    command = chunk.command
-
-    def prepare() -> None:
-        if ready is not None:
-            ready()
-        if command.verify:
-            chunk.add_checksum(plan.region.destination, plan.checksum(command))
-
-    return _RegionJob(
-        key=command.key,
-        runs=partial(plan.runs, command),
-        ready=prepare,
-        pools=plan.pools,
-        chunk=chunk,
-        sender=sender,
-    )

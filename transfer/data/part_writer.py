@@ -8,7 +8,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -28,14 +28,6 @@ from .sender import PeerSender, SendJob, SendResult
 log = logging.getLogger(__name__)
 
 BUFFERS: Final = 2
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class PartJob(SendJob):
-    """A part in one of the buffers. The owner of the sender passes its result to `ended`."""
-
-    command: PartWrite
-    ended: Callable[[SendResult], None]
 
 
 def gather_bytes(part_bytes: int) -> int:
@@ -162,13 +154,12 @@ class PartWriter:
 
     def _submit(self, command: PartWrite, slot: int, ready: Callable[[], None] | None) -> None:
         span = (slot * self._buffers.slot_bytes, command.offset, command.size_bytes)
-        job = PartJob(
-            key=command.part.key,
-            runs=CopyRuns(*(np.array([number], dtype=np.int64) for number in span)),
-            ready=ready,
-            pools=self._buffers.pair,
-            command=command,
-            ended=lambda result: self._sent(command, slot, result),
+        job = SendJob(
+            command.part.key,
+            CopyRuns(*(np.array([number], dtype=np.int64) for number in span)),
+            self._buffers.pair,
+            partial(self._sent, command, slot),
+            ready,
         )
         with self._changed:  # so that cancel() finds the part either here or in the sender
             reason = "cancelled" if self._cancelled else None

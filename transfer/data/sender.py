@@ -30,7 +30,7 @@ from ..mooncake.sockets import PeerUnreachableError
 from ..mooncake.transports import KvRoute, LocalTransport
 from ..plan.copy_runs import CopyRuns, PlanError, check_bounds
 from ..protocol.messages import TransferKey
-from .pace import MOST_S, Pace
+from .pace import DELIVERY_LOOK_S, MOST_S, Pace, Progress
 from .routed_engine import PoolPair, RoutedEngine
 
 log = logging.getLogger(__name__)
@@ -49,12 +49,8 @@ byte was delivered. The second term is there because the peer may be busy copyin
 must end within that time, even if bytes still move. Over RDMA the limit is that of `pace.py`, but not longer than this
 one after a cancellation: the peer may be dead, and others wait for its handshakes.
 """
-DELIVERY_LOOK_S: Final = 0.1
-"""How often a sender checks for delivered bytes while no write ends."""
 NAP_MIN_S: Final = 0.00005
 NAP_MAX_S: Final = 0.002
-ABSENCE_S: Final = 0.25
-"""If two checks of the writes in flight are further apart, this process was stopped or starved, not the peer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,12 +59,14 @@ class SendJob:
 
     `runs` may be a function, which is called on the sender's thread because planning takes milliseconds; a PlanError
     fails the job. `ready` is called there before the first byte is read, and may wait (for example, for a CUDA event).
-    `pools` is one of the sender's PoolPairs. A job has no time limit while it makes progress.
+    `ended` is called there once, with the result, and should only pass it on. `pools` is one of the sender's PoolPairs.
+    A job has no time limit while it makes progress.
     """
 
     key: TransferKey
     runs: CopyRuns | Callable[[], CopyRuns]
     pools: PoolPair
+    ended: "Callable[[SendResult], object]"
     ready: Callable[[], None] | None = None
 
 
@@ -102,48 +100,6 @@ class _Pending:
     """The bytes of each write that has not ended."""
 
 
-class _Progress:
-    """Tracks when a job last made progress: a write has ended, or bytes were delivered. After a cancellation, time
-    counts from the cancellation, because the writes in flight then have to end, not only to move.
-    """
-
-    def __init__(self, engine: SendEngine) -> None:
-        self._engine = engine
-        self._since = self._looked_at = time.monotonic()
-        self._deliveries_at = self._since + DELIVERY_LOOK_S
-        self._delivered: int | None = None
-        self._cancelled = False
-
-    def look(self, *, ended: bool, cancelled: bool) -> bool:
-        """Update; `ended` is whether a write has ended. Returns whether there was progress."""
-        now = time.monotonic()
-        absent_s, self._looked_at = now - self._looked_at - ABSENCE_S, now
-        self._since += max(0.0, absent_s)
-        if cancelled and not self._cancelled:
-            self._cancelled, self._since = True, now
-        if self._cancelled:
-            return ended
-        moved = ended or self._delivers(now)
-        if moved:
-            self._since = now
-        return moved
-
-    @property
-    def still_s(self) -> float:
-        """Time from the last progress to the last look. It does not end now, because this process may have been stopped
-        since that look.
-        """
-        return self._looked_at - self._since
-
-    def _delivers(self, now: float) -> bool:
-        """Whether the kernel has delivered more bytes since the last check."""
-        if now < self._deliveries_at:
-            return False
-        self._deliveries_at = now + DELIVERY_LOOK_S
-        before, self._delivered = self._delivered, self._engine.delivered_bytes()
-        return before is not None and self._delivered is not None and self._delivered > before
-
-
 class _SendError(Exception):
     """Ends a job, with the reason and whether bytes in flight may still land."""
 
@@ -160,8 +116,8 @@ class PeerSender:
     """Writes from our pools into those of one rank of a peer. A peer that restarts needs a new PeerSender.
 
     `routes` are tried in this order at start, before the first job: a route is used if a probe of every pool succeeds
-    over it (`routed_engine.py`). `on_result` and `on_routed` (the transport in use, and why others are not) run on the
-    sender's thread and should only pass the result on. Owns a thread and an engine; close() ends both.
+    over it (`routed_engine.py`). `on_routed` (the transport in use, and why others are not) is called on the sender's
+    thread. Owns a thread and an engine; close() ends both.
     """
 
     def __init__(
@@ -170,7 +126,6 @@ class PeerSender:
         pools: Sequence[PoolPair],
         *,
         window: int,
-        on_result: Callable[[SendResult], None],
         on_routed: Callable[[Transport, Mapping[Transport, str]], None] = lambda *_: None,
         device: torch.device = _CPU,
         local: LocalTransport | None = None,
@@ -182,7 +137,6 @@ class PeerSender:
         )
         self._window = window
         self._pace = Pace()
-        self._on_result = on_result
         self._device = device
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
@@ -370,7 +324,7 @@ class PeerSender:
         left = len(pieces)
         in_flight = pending.in_flight
         nap_s = NAP_MIN_S
-        progress = _Progress(engine)
+        progress = Progress(engine)
         ended_at = time.monotonic()
         while left or in_flight:
             if pending.cancelled:
@@ -465,6 +419,6 @@ class PeerSender:
         with self._changed:
             self._unreported.remove(pending)
         try:
-            self._on_result(result)
+            pending.job.ended(result)
         except Exception:
-            log.exception("error in on_result of the sender to %s", self.session)
+            log.exception("error while reporting a job of the sender to %s", self.session)

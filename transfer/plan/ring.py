@@ -43,15 +43,13 @@ class Region:
 class StagingRing(Generic[Owner]):
     """Grants regions of a buffer of `capacity_bytes`. An owner is any hashable value that identifies a request.
 
-    `epoch` distinguishes this ring from an earlier one at the same address; it is part of every staging message.
     An idle ring grants any request up to its capacity at once.
     """
 
-    def __init__(self, capacity_bytes: int, *, epoch: int) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes <= 0 or capacity_bytes % ALIGNMENT:
             raise ValueError(f"a ring's capacity must be a positive multiple of {ALIGNMENT}, got {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
-        self.epoch = epoch
         self._head = 0
         self._waiting: OrderedDict[Owner, int] = OrderedDict()  # sizes; removing the first entry of a dict is slow
         self._offsets: list[int] = []  # of the live regions, ascending

@@ -26,18 +26,14 @@ pages is the next generation. Messages of another generation are stale and ignor
 
 Where prefill and decode shard heads differently, KV goes through a staging ring in decode's memory
 (`staged_regions.py`). A part goes StageRequest -> StageGrant -> (one write) -> StageArrived -> (scatter) -> StageFree.
-A part that is aborted goes StageStopped -> StageFree from any state. A part is identified by its content and the epoch
-of its ring, so every message may be repeated or late: a repeated request gets the same region, and a message about a
-part that has ended, or of an earlier ring, is answered with StageFree.
+A part that is aborted goes StageStopped -> StageFree from any state. Prefill servers of earlier versions wait for
+StageFree and repeat their last message until it comes; then the part may have ended here.
 """
 
-import struct
-from collections.abc import Sequence
 from typing import Literal, NewType
 
 import msgspec
 
-from ...common.arithmetic import ceil_div
 from ...common.sampling import NO_LOGPROBS, LogprobParams, SamplingParams, TokenLogprob
 from ...configs.setting_types import StagingSetting
 from .layout import KvLayout
@@ -58,18 +54,6 @@ def split_dp_instance(instance: InstanceId) -> tuple[InstanceId, int]:
     """The instance of the server, and the number of the data-parallel rank; 0 for an instance without a number."""
     server, mark, number = instance.rpartition(_DP_MARK)
     return (InstanceId(server), int(number)) if mark and number.isdecimal() else (instance, 0)
-
-
-def pack_text(text: str) -> tuple[int, ...]:
-    """UTF-8 text as int32, to be sent in a frame; padded with zeros."""
-    data = text.encode()
-    count = ceil_div(len(data), 4)
-    return struct.unpack(f"<{count}i", data.ljust(4 * count, b"\0"))
-
-
-def unpack_text(integers: Sequence[int]) -> str:
-    """The text that `pack_text` has packed."""
-    return struct.pack(f"<{len(integers)}i", *integers).rstrip(b"\0").decode(errors="replace")
 
 
 KvPath = Literal["device", "host"]
@@ -109,7 +93,9 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StageRing(msgspec.Struct, array_like=True, frozen=True):
-    """The staging ring of a decode rank. `epoch` distinguishes it from an earlier ring at the same address."""
+    """The staging ring of a decode rank. `epoch` is a random number, for peers of earlier versions: the connection
+    tells the rings of two processes apart.
+    """
 
     base_address: int
     size_bytes: int
@@ -188,8 +174,8 @@ class KvDestination(Message, frozen=True):
     `timeout_s` is the time left until the request's deadline. `samples` first tokens are sampled, the i-th with seed +
     i. The last `output_tokens` of the ids are already output: a request that lost its KV on decode is computed again,
     and its "first" token is the next one. Waiting prompts with a higher `priority` are served first. The trace frame
-    is the `traceparent` (W3C) of the request, as `pack_text` packs it, if the request is traced. The deadline frame has
-    the milliseconds since the prompt arrived on decode, from which the deadline of its first token counts, and the
+    is the `traceparent` (W3C) of the request, as bytes, if the request is traced. The deadline frame has the
+    milliseconds since the prompt arrived on decode, from which the deadline of its first token counts, and the
     request's own limit on the time to that token, or 0.
     """
 
@@ -361,7 +347,7 @@ class StageStopped(Message, frozen=True):
 
 
 class StageFree(Message, frozen=True):
-    """The part has ended on decode: scattered, aborted or unknown. Its region may have a new owner."""
+    """The part has ended on decode: scattered, aborted or unknown."""
 
     part: StagePart
 

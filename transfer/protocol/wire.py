@@ -2,7 +2,8 @@
 
 The envelope is two little-endian uint64, (sequence number, acknowledgement), and belongs to one transmission
 (`reliable_channel.py`). The body is encoded once, also if it is sent several times: the message as msgpack, then its
-integer arrays as raw little-endian int32. Received arrays are read-only views of the received frames.
+integer arrays as raw little-endian int32, and its bytes, padded with zeros to a multiple of 4. All of them are received
+as arrays, which are read-only views of the received frames.
 """
 
 import struct
@@ -13,11 +14,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...common.arithmetic import round_up
 from ...common.errors import PdserveError
 from .messages import PROTOCOL_VERSION, AnyMessage, KvDestination
 
 Buffer: TypeAlias = bytes | memoryview
 IntArray: TypeAlias = npt.NDArray[np.int32]
+Array: TypeAlias = IntArray | bytes
 Body: TypeAlias = tuple[Buffer, ...]
 """The message frame and its array frames."""
 
@@ -58,7 +61,7 @@ class Envelope(NamedTuple):
         return _ENVELOPE.pack(self.seq, self.ack)
 
 
-def encode(message: AnyMessage, *arrays: IntArray) -> Body:
+def encode(message: AnyMessage, *arrays: Array) -> Body:
     """The body frames of a message. They share the arrays' memory: do not write to the arrays afterwards.
 
     Raises WireError for too few arrays, arrays that are not int32, and frames larger than MAX_FRAME_BYTES.
@@ -68,6 +71,9 @@ def encode(message: AnyMessage, *arrays: IntArray) -> Body:
         raise WireError(f"{type(message).__name__} carries {needed} arrays, {len(arrays)} given")
     frames: list[Buffer] = [_encoder.encode(message)]
     for array in arrays:
+        if isinstance(array, bytes):
+            frames.append(array.ljust(round_up(len(array), _WIRE_INT.itemsize), b"\0"))
+            continue
         if array.ndim != 1 or array.dtype != np.int32:
             raise WireError(f"arrays are one-dimensional int32, got {array.dtype} of shape {array.shape}")
         wire = np.ascontiguousarray(array, dtype=_WIRE_INT)

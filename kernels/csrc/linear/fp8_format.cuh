@@ -1,4 +1,4 @@
-// Weights in fp8 (e4m3), for products.cuh; block_format.py has the layout. A step has a block of 128 columns, whose
+// Weights in fp8 (e4m3), for products.cuh; fp8_format.py has the layout. A step has a block of 128 columns, whose
 // sums are scaled in float32.
 
 #pragma once
@@ -28,7 +28,7 @@ __device__ __forceinline__ unsigned two_weights(unsigned values) {
     return both;
 }
 
-struct BlockScaled {
+struct Fp8Matrix {
     static constexpr int kStageBytes = kWeightBytes + OUTPUT_TILES * 16 * 4;  // weights, scales
 
     const unsigned char* values;

@@ -54,7 +54,7 @@ __device__ __forceinline__ Weights matrices(const void* values, const void*, con
             static_cast<int>(shape.in_size / kColumns)};
 }
 #elif FORMAT == 1
-typedef BlockScaled Weights;
+typedef Fp8Matrix Weights;
 
 __device__ __forceinline__ Weights matrices(const void* values, const void* scales, const void*, const Shape& shape,
                                             long long matrix_rows, long long row_group, long long scale_stride,

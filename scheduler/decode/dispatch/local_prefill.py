@@ -117,13 +117,12 @@ class LocalPrefill:
         return self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s
 
     def short_tokens(self, rate: float) -> int:
-        """Most tokens, at `rate` tokens per second, that hardly delay the tokens of running requests: they lengthen a
-        step by SHORT_PART of it. While no request runs, they may take as long as the limit on gaps allows.
+        """Most tokens, at `rate` tokens per second, whose step is hardly longer than a decode step: by SHORT_PART of
+        it. While no request runs, they have the whole step.
         """
         running = self.times.running
         idle_s = self.times.idle_step_s(running) or 0.0
-        seconds = SHORT_PART * idle_s if running else self._gap_limit_s(idle_s) - idle_s
-        return int(min(seconds * rate, self._most))
+        return int(min((SHORT_PART + (not running)) * idle_s * rate, self._most))
 
     def expected_s(self, tokens: int, rate: float) -> float:
         """The expected time until this server has computed `tokens` tokens, those before a prompt included; `rate` is

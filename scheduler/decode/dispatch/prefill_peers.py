@@ -256,6 +256,18 @@ class PrefillPeers:
         """How fast the fastest server computes prompts; None if none has reported it."""
         return max((peer.tokens_per_s for peer in self._peers.values()), default=0.0) or None
 
+    def computes_beside(self, slack_s: float, now: float) -> bool:
+        """Whether a server computes prompts of ours now, on the GPU or the CPU cores of this one. It does not count if
+        it is silent for `slack_s` longer than they should take: it hangs, or is dead.
+        """
+        return any(
+            peer.shares_device
+            and peer.window.own_tokens > 0
+            and peer.tokens_per_s > 0
+            and peer.silent_s(peer.tokens_per_s, now) <= slack_s
+            for peer in self._peers.values()
+        )
+
     def able(self, prompt: Prompt) -> list[PrefillPeer]:
         """The servers that can hold the prompt, whether they take it now or not."""
         return [peer for peer in self._of(prompt.endpoint) if peer.capacity >= prompt.tokens]

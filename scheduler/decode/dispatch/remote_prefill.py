@@ -16,7 +16,6 @@ from ....transfer.protocol.messages import (
     KvDestination,
     PrefillDone,
     TransferKey,
-    pack_text,
 )
 from ...messages.effects import SendToPeer
 from ...messages.ranks import OpenHot
@@ -170,7 +169,7 @@ class RemotePrefill:
         if peer.answered_all:
             peer.heard_at = now
         rate = self._peers.rate(peer.instance)
-        attempt.expected_s = peer.expected_s(tokens, 0, rate, now) if rate else math.inf
+        attempt.expected_s = peer.expected_s(tokens, 0, rate, now) if rate else 0.0
         peer.window.sent(kind, tokens)
         peer.sent_at = now
         message = KvDestination(
@@ -188,9 +187,9 @@ class RemotePrefill:
             priority=prompt.priority,
             enable_hisparse=to_host,
         )
-        arrays = [prompt.token_ids, *map(tuple, destinations)]
+        arrays: list[Sequence[int]] = [prompt.token_ids, *map(tuple, destinations)]
         arrays += [()] * (3 - len(arrays))  # no hot indices
-        arrays.append(pack_text(prompt.traceparent or ""))
+        arrays.append((prompt.traceparent or "").encode())
         arrays.append((round(1000 * (now - prompt.arrived_at)), round(1000 * (prompt.slo_ttft_s or 0))))
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, reservation.prompt)
         self._outbox.append(SendToPeer(peer.instance, message, tuple(arrays)))

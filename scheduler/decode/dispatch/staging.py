@@ -1,22 +1,24 @@
 """The staged path on decode: grants regions of the staging rings, issues scatters, and tracks what has landed.
 
-Pure: events in, effects out. Messages may be lost, repeated or reordered; every repetition is answered and changes
-nothing.
+Pure: events in, effects out. Messages arrive once and in order (reliable_channel.py), but they may be about a transfer
+that is closed here already.
 
 Two rules keep memory safe.
 - A region that may still be written has an owner. It is freed after the final message of its writer (StageArrived,
   StageStopped, or the end of the transfer's writer), and after a quarantine where late writes may land. A closed
   connection counts as a final message with late writes; silence does not count.
-- Only scatters of our own ranks write the destination pages, and each scatter is issued once. A scatter holds the pages
-  until it has ended, regardless of its writers.
+- Only scatters of our own ranks write the destination pages. A scatter holds the pages until it has ended, regardless
+  of its writers.
+
+Prefill servers of earlier versions repeat each message until it is answered: a repetition changes nothing, and
+StageFree answers a message about a part that is not held.
 """
 
 import collections
 import enum
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageGrant, pages_holding
@@ -82,36 +84,22 @@ class _Transfer:
     token_start: int
     token_end: int
     grant: PageGrant[KvPage]
-    spans: dict[Source, list[tuple[int, int]]]
-    """The tokens of the parts requested so far: ascending and disjoint."""
+    next_token: dict[Source, int]
+    """Where the next part begins, or later: a source requests its parts in the order of their tokens."""
     missing_tokens: int
     """Tokens that are not in their pages yet, summed over the sources."""
-    parts: set[StagePart] = field(default_factory=set)
-    """All parts ever requested or stopped, so that no part is granted twice."""
     done: PrefillDone | None = None
     """Set when prefill has written everything but scatters are not complete."""
-
-    def expects(self, part: StagePart, instance: InstanceId, epoch: int) -> bool:
-        """Whether this peer may announce the part: it has not done so before, and it is for the current ring."""
-        return self.instance == instance and part.epoch == epoch and part not in self.parts
-
-    def add(self, part: StagePart) -> None:
-        self.parts.add(part)
-        insort(self.spans[_source(part)], (part.token_start, part.token_end))
 
     def problem(self, part: StagePart) -> str | None:
         """Why this new part does not belong to the transfer, or None. Without this check, a peer could make us store an
         unlimited number of parts.
         """
-        spans = self.spans.get(_source(part))
-        if spans is None:
+        next_token = self.next_token.get(_source(part))
+        if next_token is None:
             return f"rank {part.writer} does not write {part.block} to rank {part.destination}"
-        if not self.token_start <= part.token_start < part.token_end <= self.token_end:
-            return f"the transfer has tokens [{self.token_start}, {self.token_end})"
-        after = bisect_left(spans, (part.token_start, part.token_end))
-        for start, end in spans[max(0, after - 1) : after + 1]:
-            if start < part.token_end and part.token_start < end:
-                return f"it overlaps tokens [{start}, {end}), which were requested before"
+        if not next_token <= part.token_start < part.token_end <= self.token_end:
+            return f"of tokens [{self.token_start}, {self.token_end}), those before {next_token} are requested already"
         return None
 
 
@@ -177,8 +165,8 @@ class StagedArrivals:
             return
         assert key not in self._transfers, f"transfer {key} is already open"
         missing_tokens = (token_end - token_start) * len(sources)
-        spans: dict[Source, list[tuple[int, int]]] = {source: [] for source in sources}
-        self._transfers[key] = _Transfer(instance, token_start, token_end, grant, spans, missing_tokens)
+        next_token = dict.fromkeys(sources, token_start)
+        self._transfers[key] = _Transfer(instance, token_start, token_end, grant, next_token, missing_tokens)
 
     def close(self, key: TransferKey) -> None:
         """The transfer has ended or failed: issue no new scatters. Running ones hold its pages.
@@ -221,29 +209,30 @@ class StagedArrivals:
     ) -> str | None:
         """A message of prefill about a part. Returns the reason if its transfer has to fail."""
         part = message.part
-        if not 0 <= part.destination < len(self._rings):
-            return f"staging of {part}: there is no rank {part.destination}"
         held = self._parts.get(part)
-        if held is None:
-            return self._receive_unheld(instance, message)
-        if held.instance != instance:
+        if held is not None and held.instance != instance:
             return None
+        transfer = self._transfers.get(part.key)
         match message:
-            case StageRequest():
-                self._send_grant(held)
-            case StageStopped(late_writes=late_writes):
+            case StageRequest() if held is None and transfer is not None and transfer.instance == instance:
+                problem = transfer.problem(part) or self._size_problem(message)
+                if problem is not None:
+                    return f"staging of {part}: {problem}"
+                transfer.next_token[_source(part)] = part.token_end
+                self._parts[part] = _Part(part, instance)
+                self._rings[part.destination].ring.request(part, message.size_bytes)
+                self._grant([part.destination])
+            case StageStopped(late_writes=late_writes) if held is not None:
                 self._stop([held], late_writes, now)
-            case StageArrived(region=position):
-                region = held.region
-                if held.state is not _State.GRANTED or region is None or region.position != position:
-                    return None
-                transfer = self._transfers.get(part.key)
+            case StageArrived() if held is not None and held.state is _State.GRANTED and held.region is not None:
                 if transfer is None:
                     self._free(held)
                     self._grant([part.destination])
                 else:
                     held.state, held.pages = _State.SCATTERING, self._commands.hold(transfer.grant)
-                    self._scatter(transfer, part, region.offset)
+                    self._scatter(transfer, part, held.region.offset)
+            case _ if held is None:
+                self._effects.append(SendToPeer(instance, StageFree(part)))
         return None
 
     def scattered(self, part: StagePart) -> PrefillDone | None:
@@ -265,26 +254,6 @@ class StagedArrivals:
         for held in [held for held in self._parts.values() if held.release_at <= now]:
             self._free(held)
         self._grant(range(len(self._rings)))
-
-    def _receive_unheld(self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped) -> str | None:
-        """A message about a part that is new or has ended."""
-        part, problem = message.part, None
-        ring = self._rings[part.destination].ring
-        transfer = self._transfers.get(part.key)
-        if transfer is not None and transfer.expects(part, instance, ring.epoch):
-            match message:
-                case StageRequest():
-                    problem = transfer.problem(part) or self._size_problem(message)
-                    if problem is None:
-                        transfer.add(part)
-                        self._parts[part] = _Part(part, instance)
-                        ring.request(part, message.size_bytes)
-                        self._grant([part.destination])
-                        return None
-                case StageStopped() if transfer.problem(part) is None:
-                    transfer.add(part)  # its request may arrive later and must not be granted
-        self._effects.append(SendToPeer(instance, StageFree(part)))
-        return None if problem is None else f"staging of {part}: {problem}"
 
     def _size_problem(self, message: StageRequest) -> str | None:
         size_bytes, capacity_bytes = self._size(message.part), self._rings[message.part.destination].ring.capacity_bytes
@@ -332,13 +301,7 @@ class StagedArrivals:
             for part, region in self._rings[rank].ring.grant():
                 held = self._parts[part]
                 held.state, held.region = _State.GRANTED, region
-                self._send_grant(held)
-
-    def _send_grant(self, held: _Part) -> None:
-        """Send or repeat the grant of a part, unless its transfer is closed."""
-        if held.state is _State.GRANTED and held.region is not None and held.part.key in self._transfers:
-            grant = StageGrant(held.part, held.region.position, held.region.offset)
-            self._effects.append(SendToPeer(held.instance, grant))
+                self._effects.append(SendToPeer(held.instance, StageGrant(part, region.position, region.offset)))
 
     def _parts_of(self, key: TransferKey) -> list[_Part]:
         return [held for part, held in self._parts.items() if part.key == key]

@@ -30,7 +30,10 @@ class StepTimes:
         """
         self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
         """In flight, oldest first: start, running requests and prompt tokens."""
-        self._ended_at = -math.inf
+        self.ended_at = -math.inf
+        """When the last step ended."""
+        self.running = 0
+        """Running requests of a step, also between two steps. The scheduler sets it before it places prompts."""
         self._mixed = 0
         """Steps with prompt tokens since the last one without."""
 
@@ -56,11 +59,6 @@ class StepTimes:
         return min((rate for rate in (beside, self._alone.at(most)) if rate is not None), default=None)
 
     @property
-    def running(self) -> int:
-        """Running requests of the newest step in flight; 0 if there is none."""
-        return self._steps[-1][1] if self._steps else 0
-
-    @property
     def in_flight(self) -> int:
         """Steps in flight."""
         return len(self._steps)
@@ -80,8 +78,8 @@ class StepTimes:
     def ended(self, now: float) -> float:
         """The oldest step has ended. Returns its time, from its start or from the end of the previous one."""
         started_at, running, tokens = self._steps.popleft()
-        seconds = now - max(started_at, self._ended_at)
-        self._ended_at = now
+        seconds = now - max(started_at, self.ended_at)
+        self.ended_at = now
         if not tokens:
             self._decode_steps[running.bit_length()].measured(1, seconds)
         elif not running:

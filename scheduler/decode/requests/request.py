@@ -5,7 +5,6 @@ them: the `Prompt` goes through the queue and to prefill, and its members have t
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,8 +40,8 @@ class Attempt:
     sent_at: float
     tokens_left: int
     """Tokens that prefill has to compute and whose KV has not arrived; they count in its dispatch window."""
-    expected_s: float = math.inf
-    """When it was sent: the expected time until its KV is here."""
+    expected_s: float = 0.0
+    """When it was sent: the expected time until its KV is here; 0 if nothing was known."""
     written: bool = False
     """Prefill has written everything (PrefillDone) and is not needed any more. Decode ranks may still scatter or verify
     the KV.
@@ -371,12 +370,13 @@ class Request:
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest output token ends the request; None if it does not."""
-        token = self.output_ids[-1]
-        eos_ends = not self.sampling.ignore_eos or self.sampling.grammar is not None
-        if token in self.sampling.stop_token_ids or (token in eos_token_ids and eos_ends):
+        token, sampling = self.output_ids[-1], self.sampling
+        if token in sampling.stop_token_ids:
             return FinishReason("stop", matched=token)
-        if len(self.output_ids) >= self.sampling.max_new_tokens:
-            return FinishReason("length", length=self.sampling.max_new_tokens)
+        if token in eos_token_ids and (not sampling.ignore_eos or sampling.grammar is not None):
+            return FinishReason("stop", matched=token)
+        if len(self.output_ids) >= sampling.max_new_tokens:
+            return FinishReason("length", length=sampling.max_new_tokens)
         return None
 
     def timeline(self, now: float) -> dict[str, float]:

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from ....scheduler.messages.frontend import Finished
+from ..common.calls import Call
 from ..common.outputs import Delta, Output
 from ..common.parsed_output import Block, BlockBegin, BlockEnd, BlockEvent, BlockText
 from ..common.rendering import Rendering
-from ..native.requests import Call
 from ..openai.models import ChatBody
 from .errors import error_body
 

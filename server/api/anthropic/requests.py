@@ -7,9 +7,9 @@ import msgspec
 
 from ...text.chat_format import ChatFormat
 from ...text.tokenizer import Tokenizer
+from ..common.calls import LONG_TEXT_CHARACTERS, Call, check_text
 from ..common.fields import FieldError, fields_named, parse_body, validate, validate_item
 from ..common.limits import Limits
-from ..native.requests import LONG_TEXT_CHARACTERS, Call, check_text
 from ..openai.chat_requests import (
     ROUTING_AND_DISTRIBUTION,
     encode_chat,

@@ -13,7 +13,7 @@ from ...text.parsers.events import Event, merged
 from .parsed_output import BlockEvent, ParsedOutput
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """The new part of an output: its text, its tokens from index `first_token` on and, for a chat, the events of its
     blocks.
@@ -55,6 +55,8 @@ class Output:
         self.cached_tokens_details = {"device": 0, "host": 0, "storage": 0}
         """Where the KV of the cached tokens was."""
         self.terminal: Finished | Failed | None = None
+        self.complete = False
+        """Whether a stop string has ended the text."""
         self.parsed = parsed
         """The message of a chat; None for other outputs."""
         self._prompt_tokens = prompt_tokens
@@ -78,10 +80,6 @@ class Output:
     def stop_string(self) -> str | None:
         """The stop string, or the pattern of the stop regular expression, that completed the output."""
         return self._text.stop_string
-
-    @property
-    def complete(self) -> bool:
-        return self.stop_string is not None
 
     @property
     def ended(self) -> bool:
@@ -141,6 +139,7 @@ class Output:
         text = self._take_tokens(progress, events)
         if progress.terminal is not None:
             rest = self._text.finish()
+            self.complete = self._text.stop_string is not None
             text += rest
             if self.parsed is not None:
                 events += self.parsed.push(rest) + self.parsed.finish()
@@ -162,13 +161,14 @@ class Output:
         assert not with_logprobs or len(progress.logprobs) == len(progress.token_ids), "a token without its logprob"
         visible = ""
         for index, token in enumerate(progress.token_ids):
-            if self.stop_string is not None:
+            if self.complete:
                 break
             self.token_ids.append(token)
             if with_logprobs:
                 self.logprobs.append(progress.logprobs[index])
                 self.text_offsets.append(self._text.decoded_characters)
             piece = self._text.push(token)
+            self.complete = self._text.stop_string is not None
             visible += piece
             if self.parsed is not None:
                 events += self.parsed.push(piece, tokens=1)

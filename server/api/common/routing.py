@@ -16,7 +16,9 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
 
+from ....common.errors import UnavailableError
 from ....common.words import counted, shown
+from ....configs.schema import AnyServerConfig, PrefillConfig
 from ....scheduler.messages.frontend import Submit
 from .fields import (
     Body,
@@ -183,6 +185,29 @@ def check_rooms(submits: Iterable[Submit]) -> None:
             "is required for every prompt: a prefill server computes prompts only for decode servers; "
             "send requests without bootstrap_room to the decode server",
         )
+
+
+def check_addressed_role(
+    host: str | None, submits: Iterable[Submit], config: AnyServerConfig, former: AnyServerConfig | None
+) -> None:
+    """Raises UnavailableError for a request of a router that does not know yet that this server has switched its role.
+    `host` is the one that the request was sent to.
+
+    A router sends each request to a prefill and to a decode server. The request names the prefill server, by the host
+    to which the router sends it. Without this check, a server that has become prefill would answer a request for decode
+    with an empty text.
+    """
+    if former is None:
+        return
+    prefill = config if isinstance(config, PrefillConfig) else former
+    assert isinstance(prefill, PrefillConfig)
+    own = {f"{name}:{prefill.bootstrap_port}" for name in (host, prefill.public_host)}
+    for submit in submits:
+        if submit.endpoint is not None and (submit.endpoint in own) != (config.role == "prefill"):
+            raise UnavailableError(
+                f"this server has switched from {former.role} to {config.role}: "
+                f"the request is for its former role (prefill server {submit.endpoint})"
+            )
 
 
 def new_rid() -> str:

@@ -14,12 +14,12 @@ from ...text.chat_format import Arguments, ChatFormat
 from ...text.parsers.call_parser import Tools
 from ...text.parsers.reasoning import ReasoningStyle, style_of_template
 from ...text.tokenizer import Tokenizer
+from ..common.calls import Call, check_prompt, check_text
 from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
 from ..common.parsed_output import ParsedOutput
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import DISTRIBUTION_FIELDS
-from ..native.requests import Call, check_prompt, check_text
 from .chat_grammars import chat_grammar
 from .models import ChatBody, Message, TemplateFields
 from .requests import make_openai_call

@@ -31,8 +31,7 @@ from ..common.fields import (
 )
 from ..common.grammar_fields import OpenAiGrammarFields
 from ..common.routing import RoutingFields
-from ..common.sampling_fields import SamplingFields
-from ..native.models import MAX_TOP_LOGPROBS
+from ..common.sampling_fields import MAX_TOP_LOGPROBS, SamplingFields
 from .tool_models import MAX_TOOLS, EarlierCall, ToolCall, ToolCallDelta, ToolFields
 
 MAX_MESSAGES = 4096

@@ -6,21 +6,24 @@ stop token. In a stream they are sent with the next chunk that has text: the tex
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ....common.sampling import TokenLogprob
+from ....common.sampling import PackedLogprobs, TokenLogprob
 from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
+from ..common.calls import Call
 from ..common.errors import failure_object
 from ..common.outputs import Delta, Output
 from ..common.parsed_output import Block, BlockBegin, BlockEvent, BlockText
 from ..common.rendering import Rendering
-from ..native.requests import Call
 from .models import ChatBody, CompletionBody, OpenAiBody, StreamOptions
+
+AT_ONCE = 16
+"""Most log-probabilities, with their alternatives, that are encoded at once."""
 
 
 class OpenAiRendering(Rendering):
@@ -91,7 +94,7 @@ class OpenAiRendering(Rendering):
         if self._fields.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_of[output.rid]
         if (top := self._fields.prompt_logprobs) is not None:
-            fields["prompt_logprobs"] = [_raw(self._prompt_logprob(entry, top)) for entry in output.input_logprobs]
+            fields["prompt_logprobs"] = _written(output.input_logprobs, lambda entry: self._prompt_logprob(entry, top))
         return fields
 
     def _prompt_logprob(self, entry: TokenLogprob, top: int) -> dict[str, object] | None:
@@ -137,7 +140,10 @@ class CompletionRendering(OpenAiRendering):
         begin = self._echo_of[output.rid].text if first == 0 else ""
         choice: dict[str, object] = {"index": index, "text": begin + text, "logprobs": self._logprobs(output, first)}
         choice |= self._ending(output, _finish_reason(output)) if output.ended else {"finish_reason": None}
-        return choice | (self._prompt_fields(output) if first == 0 else {}) | self._token_ids(output, first)
+        if first == 0:
+            choice |= self._prompt_fields(output)
+        choice |= self._token_ids(output, first)
+        return choice
 
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
         top = self._fields.output_alternatives
@@ -150,7 +156,7 @@ class CompletionRendering(OpenAiRendering):
         return {
             "tokens": [self._token(entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [_raw(self._top(entry, top)) for entry in entries] if top else None,
+            "top_logprobs": _written(entries, lambda entry: self._top(entry, top)) if top else None,
             "text_offset": offsets,
         }
 
@@ -225,24 +231,24 @@ class ChatRendering(OpenAiRendering):
         top = self._fields.output_alternatives
         if top is None:
             return None
-        content = [
-            _raw(
-                self._entry(entry.token, entry.logprob)
-                | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top[:top]]}
-            )
-            for entry in output.logprobs[first:]
-        ]
-        return {"content": content, "refusal": None}
+
+        def write(entry: TokenLogprob) -> dict[str, object]:
+            alternatives = [self._entry(token, logprob) for token, logprob in entry.top[:top]]
+            return self._entry(entry.token, entry.logprob) | {"top_logprobs": alternatives}
+
+        return {"content": _written(output.logprobs[first:], write), "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, object]:
         return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
 
 
-def _raw(entry: object) -> msgspec.Raw:
-    """A log-probability with its alternatives as JSON. To encode those of a long output at once would hold the
-    interpreter's lock for long.
+def _written(entries: Sequence[TokenLogprob] | PackedLogprobs, write: Callable[[TokenLogprob], object]) -> list[object]:
+    """Log-probabilities with their alternatives. Those of a long output are encoded one by one: to encode them at once
+    would hold the interpreter's lock for long.
     """
-    return msgspec.Raw(msgspec.json.encode(entry))
+    if len(entries) <= AT_ONCE:
+        return [write(entry) for entry in entries]
+    return [msgspec.Raw(msgspec.json.encode(write(entry))) for entry in entries]
 
 
 def _delta(event: BlockEvent) -> dict[str, object]:

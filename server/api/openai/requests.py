@@ -1,4 +1,4 @@
-"""Converts bodies of `/v1/completions` to checked, tokenized prompts, as native/requests.py does for `/generate`."""
+"""Converts bodies of `/v1/completions` to checked, tokenized prompts, as generate/requests.py does for `/generate`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,10 +7,10 @@ from typing import TypeVar
 from ....common.sampling import LogprobParams
 from ...text.prompt_echo import make_echo
 from ...text.tokenizer import Tokenizer
+from ..common.calls import Call, check_prompt_logprobs, make_call, read_prompts
 from ..common.fields import FieldError, parse_body
 from ..common.grammar_fields import NamedGrammar
 from ..common.limits import Limits
-from ..native.requests import Call, check_prompt_logprobs, make_call, read_prompts
 from .models import CompletionBody, OpenAiBody, is_prompt_batch
 
 MOST_ECHOED = 1 << 22

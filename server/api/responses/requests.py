@@ -5,9 +5,9 @@ from typing import Any
 
 from ...text.chat_format import ChatFormat
 from ...text.tokenizer import Tokenizer
+from ..common.calls import Call
 from ..common.fields import FieldError, fields_named, parse_body, validate, validate_item
 from ..common.limits import Limits
-from ..native.requests import Call
 from ..openai.chat_requests import ROUTING_AND_DISTRIBUTION, make_chat_call, renamed_grammars
 from ..openai.models import MAX_MESSAGES, ChatBody
 from ..openai.tool_models import FLAT_TOOL

@@ -16,8 +16,8 @@ from pdserve.kernels.hisparse import write_back
 from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows, SlotTables
 from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
 from pdserve.kernels.hisparse.swap_plan import SwapPlan
-from pdserve.kernels.linear.block_format import BlockScaled, Weight
-from pdserve.kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear
+from pdserve.kernels.linear.fp8_format import Fp8Matrix, Weight
+from pdserve.kernels.linear.fp8_linear import fp8_gated_linear, fp8_linear
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.moe import expert_tiles_cuda
 from pdserve.kernels.moe.experts import grouped_experts
@@ -150,10 +150,10 @@ def test_fp8_launch_matches_its_kernel(by_row: bool, monkeypatch: pytest.MonkeyP
     hopper(monkeypatch)
     with PretendGpu():
         use_own_stream(DEVICE)
-        allocate = BlockScaled.allocate_by_row if by_row else BlockScaled.allocate
+        allocate = Fp8Matrix.allocate_by_row if by_row else Fp8Matrix.allocate
         x = torch.zeros(3, 256, dtype=torch.bfloat16, device=DEVICE)
-        block_scaled_linear(x, allocate(96, 256, device=DEVICE))
-        block_scaled_gated_linear(x, allocate(96, 256, device=DEVICE))
+        fp8_linear(x, allocate(96, 256, device=DEVICE))
+        fp8_gated_linear(x, allocate(96, 256, device=DEVICE))
     assert launched == ["fp8_linear"] * 2
 
 
@@ -163,7 +163,7 @@ def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: p
     for module in (expert_tiles_cuda, float_at_once_cuda, fp8_at_once_cuda):
         monkeypatch.setattr(module, "load_kernel", cuda_sources.load_kernel)
         monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
-    allocate = BlockScaled.allocate_by_row if by_row else BlockScaled.allocate
+    allocate = Fp8Matrix.allocate_by_row if by_row else Fp8Matrix.allocate
     with PretendGpu():
         use_own_stream(DEVICE)
         weight = allocate(96, 2048, device=DEVICE)
@@ -236,7 +236,7 @@ def test_launches_for_the_experts_of_a_token_match_their_kernels(
 
     def matrices(rows: int, columns: int) -> Weight:
         if kind == "fp8":
-            weight = BlockScaled.allocate(4, rows, columns, device=DEVICE)
+            weight = Fp8Matrix.allocate(4, rows, columns, device=DEVICE)
             weight.scales.fill_(1.0)
             return weight
         if kind == "int4":

@@ -9,8 +9,8 @@ import torch
 
 from pdserve.kernels.backends import few_rows_cuda
 from pdserve.kernels.backends.few_rows_cuda import Tiles
-from pdserve.kernels.linear import block_scaled, linear
-from pdserve.kernels.linear.block_format import BlockScaled
+from pdserve.kernels.linear import fp8_linear, linear
+from pdserve.kernels.linear.fp8_format import Fp8Matrix
 from pdserve.kernels.linear.swiglu import swiglu_reference
 from pdserve.kernels.moe.experts import experts_reference
 from pdserve.kernels.moe.token_experts_cuda import launch_token_experts
@@ -18,8 +18,8 @@ from pdserve.kernels.nvfp4 import nvfp4
 from pdserve.kernels.nvfp4.nvfp4 import Nvfp4Matrix
 from pdserve.kernels.packed4.group_format import GroupScaled
 from pdserve.kernels.packed4.int4_linear_cuda import launch_int4_linear_cuda
-from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled
 from tests.kernels.fibers import COMPILER, FiberKernels
+from tests.kernels.fp8_matrices import draw_block_scaled, draw_row_scaled
 from tests.kernels.group_scaled import draw_group_scaled, draw_packed_experts
 from tests.kernels.nvfp4_weights import draw_nvfp4
 
@@ -73,8 +73,8 @@ def launch(
         launch_int4_linear_cuda(x, weight, bias, out, gated=gated, tiles=tiles)
     elif isinstance(weight, Nvfp4Matrix):
         nvfp4._launch_cuda(x, weight, bias, out, gated=gated, tiles=tiles)
-    elif isinstance(weight, BlockScaled):
-        block_scaled._launch_cuda(x, weight, bias, out, gated=gated)
+    elif isinstance(weight, Fp8Matrix):
+        fp8_linear._launch_cuda(x, weight, bias, out, gated=gated)
     else:
         assert isinstance(weight, torch.Tensor)
         linear._launch_cuda(x, weight, bias, out, gated=gated)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.fp8_at_once_cuda import Division, divide, launch_at_once, suits_at_once
-from pdserve.kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear
-from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled, moved
+from pdserve.kernels.linear.fp8_linear import fp8_gated_linear, fp8_linear
+from tests.kernels.fp8_matrices import draw_block_scaled, draw_row_scaled, moved
 from tests.kernels.poison import poisoned
 
 CUDA = torch.device("cuda", 0)
@@ -79,7 +79,7 @@ def test_equals_the_reference(
     x[0, : in_size // 2] *= 2.0**-12
     x[-1] *= 8
     x = x.to(CUDA, dtype)
-    linear = block_scaled_gated_linear if gated else block_scaled_linear
+    linear = fp8_gated_linear if gated else fp8_linear
     for bias in (None, torch.randn(out_size, generator=generator).to(CUDA, dtype)):
         out = x.new_empty(rows, out_size // 2 if gated else out_size)
         with poisoned("triton"):
@@ -100,5 +100,5 @@ def test_layers_with_up_to_32_rows_suit_the_kernel() -> None:
     assert not suits_at_once(x[:0], weight.values)
     assert not suits_at_once(x[:1].float(), weight.values)
     assert not suits_at_once(x[:1, :256].contiguous(), weight.values[:, :256].contiguous())
-    found = block_scaled_linear(x[:20], weight)
-    torch.testing.assert_close(found, block_scaled_linear(x, weight)[:20], rtol=2**-6, atol=2**-5)
+    found = fp8_linear(x[:20], weight)
+    torch.testing.assert_close(found, fp8_linear(x, weight)[:20], rtol=2**-6, atol=2**-5)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pdserve.kernels.linear.block_format import BlockScaled
+from pdserve.kernels.linear.fp8_format import Fp8Matrix
 from pdserve.kernels.moe import experts as experts_module
 from pdserve.kernels.moe.expert_tiles_cuda import suits_expert_tiles
 from pdserve.kernels.moe.experts import experts_reference, grouped_experts
-from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled, moved
+from tests.kernels.fp8_matrices import draw_block_scaled, draw_row_scaled, moved
 from tests.kernels.poison import poisoned
 
 CUDA = torch.device("cuda", 0)
@@ -16,13 +16,13 @@ TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 def draw(
     tokens: int, size: tuple[int, int, int, int], dtype: torch.dtype, *, row_group: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BlockScaled, BlockScaled]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Fp8Matrix, Fp8Matrix]:
     """x, weights and numbers of the chosen experts, gate_up and down; without `row_group`, a scale per row."""
     experts, per_token, hidden, width = size
     generator = torch.Generator().manual_seed(tokens + hidden)
     chosen = torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)])
 
-    def draw_matrix(*shape: int) -> BlockScaled:
+    def draw_matrix(*shape: int) -> Fp8Matrix:
         if row_group is None:
             return moved(draw_row_scaled(*shape, generator=generator), CUDA)
         return moved(draw_block_scaled(*shape, generator=generator, row_group=row_group), CUDA)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.linear.block_format import BlockScaled, Weight
+from pdserve.kernels.linear.fp8_format import Fp8Matrix, Weight
 from pdserve.kernels.linear.quantise import quantise_reference, swiglu_quantise_reference
 from pdserve.kernels.moe import experts as module
 from pdserve.kernels.moe.experts import experts_reference, grouped_experts, has_few_rows, tile_rows
-from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled, moved
+from tests.kernels.fp8_matrices import draw_block_scaled, draw_row_scaled, moved
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -29,8 +29,8 @@ class Case(NamedTuple):
     x: torch.Tensor
     weights: torch.Tensor
     chosen: torch.Tensor
-    gate_up: BlockScaled
-    down: BlockScaled
+    gate_up: Fp8Matrix
+    down: Fp8Matrix
 
     def part(self, own: slice) -> tuple[Weight, Weight]:
         return self.gate_up[own], self.down[own]
@@ -206,7 +206,7 @@ def test_geometry_of_deepseek_on_a_gpu(tokens: int, own: range) -> None:
     generator = torch.Generator().manual_seed(tokens)
     size = 256 if len(own) == 256 else 2048
     weights = [
-        BlockScaled(
+        Fp8Matrix(
             (torch.randn(len(own), rows, columns, device=device) * 64).clamp_(-448, 448).to(torch.float8_e4m3fn),
             (torch.rand(len(own), rows // 128, -(-columns // 512) * 4, device=device) + 0.5) / 64 / columns**0.5,
         )

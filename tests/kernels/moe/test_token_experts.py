@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.linear.block_format import Weight
+from pdserve.kernels.linear.fp8_format import Weight
 from pdserve.kernels.moe.experts import experts_reference, grouped_experts
 from pdserve.kernels.moe.token_experts_cuda import MOST_TOKENS, suits_token_experts
-from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled, moved
+from tests.kernels.fp8_matrices import draw_block_scaled, draw_row_scaled, moved
 from tests.kernels.group_scaled import draw_packed_experts
 from tests.kernels.poison import poisoned
 

@@ -31,13 +31,18 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True, "vocab_size": 321}),
     "gpt-oss": ("gpt_oss", {"sliding_window": 6, "tie_word_embeddings": True}),
 }
-QUANTISED = {
-    "qwen3-moe": "fp8-blocks",
-    "mixtral": "fp8-matrices",
-    "kimi-k2": "int4-experts",
-    "gpt-oss": "mxfp4",
-}
-"""Families with experts, and a format of their weights."""
+QUANTISED = (
+    ("qwen3-moe", "fp8-blocks"),
+    ("qwen3-moe", "nvfp4"),
+    ("qwen3-moe", "gptq"),
+    ("mixtral", "fp8-matrices"),
+    ("mixtral", "awq"),
+    ("deepseek-v32", "fp8-rows"),
+    ("glm-dsa", "int4-experts"),
+    ("kimi-k2", "int4-experts"),
+    ("gpt-oss", "mxfp4"),
+)
+"""Families with experts, and formats of their weights."""
 
 # Steps of the sequences, as {sequence: tokens}. A rank without a sequence in a step has no tokens.
 STEPS: list[dict[int, int]] = [
@@ -65,7 +70,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
         make = make_checkpoint if name in ("mixtral", "qwen3-moe", "gpt-oss") else make_dsa_checkpoint
         directory = make(tmp_path_factory.mktemp(name), architecture, **overrides)
         add(name, directory, load_reference(directory))
-    for family, format_name in QUANTISED.items():
+    for family, format_name in QUANTISED:
         checkpoint = write_checkpoint(tmp_path_factory.mktemp(format_name), family, format_name, "float32")
         add(f"{family} in {format_name}", checkpoint.directory, checkpoint.load_reference())
     return found

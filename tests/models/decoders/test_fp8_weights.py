@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdserve.kernels.linear.block_scaled import FEW_ROWS
+from pdserve.kernels.linear.fp8_linear import FEW_ROWS
 from pdserve.models.config.sharding import WHOLE, Shard
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters

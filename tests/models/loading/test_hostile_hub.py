@@ -72,6 +72,7 @@ def info(**fields: object) -> dict[str, object]:
 
 def endless(handler: Handler, chunk: bytes = b" " * (1 << 20)) -> None:
     handler.send_response(200)
+    handler.send_header("Connection", "close")  # else a client may use the connection again while it is closed
     handler.send_header("ETag", f'"{COMMIT}"')
     handler.send_header("X-Repo-Commit", COMMIT)
     handler.send_header("Transfer-Encoding", "chunked")
@@ -218,6 +219,7 @@ ENDPOINTS: dict[str, tuple[Spoil, str]] = {
 
 def endless_redirect(handler: Handler) -> None:
     handler.send_response(302)
+    handler.send_header("Connection", "close")
     handler.send_header("Location", INFO)
     handler.send_header("Transfer-Encoding", "chunked")
     handler.end_headers()

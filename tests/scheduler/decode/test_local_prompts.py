@@ -228,9 +228,9 @@ def test_prompt_waits_for_the_first_prefill_server_to_pair() -> None:
 
 def test_long_prompts_go_to_prefill_and_short_ones_are_computed_here() -> None:
     simulator = local(local_prefill="auto")
-    simulator.ask("first", 4096)
+    simulator.ask("first", 4096, new=4)
     simulator.run(lambda: "first" in simulator.ended_at)
-    simulator.run_for(1.0)  # until the rate of prefill is reported
+    simulator.run_for(1.0)  # until the rate of prefill is reported; the step of decode is measured
     simulator.ask("short", 16)
     simulator.ask("long", 8192)
     simulator.run(lambda: len(simulator.ended_at) == 3)

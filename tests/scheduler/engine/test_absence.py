@@ -2,6 +2,7 @@
 for a prefill server nor as part of a quarantine.
 """
 
+import math
 import queue
 import time
 from types import SimpleNamespace
@@ -107,3 +108,28 @@ def test_quarantine_goes_on_after_a_stop(stopped_s: float, monkeypatch: pytest.M
     assert quarantine.pages == held
     server.run_for(0.4)
     assert quarantine.pages == 0
+
+
+class Inbox:
+    """Without events; notes how long the loop waits for one."""
+
+    def __init__(self) -> None:
+        self.waits_s: list[float] = []
+
+    def get(self, timeout: float) -> object:
+        self.waits_s.append(timeout)
+        raise queue.Empty
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "waits_s"),
+    [(0.02, [0.02]), (0.0, [loops.QUIET_S, loops.IDLE_WAIT_S]), (math.inf, [loops.QUIET_S, loops.IDLE_WAIT_S])],
+)
+def test_loop_waits_for_no_event_longer_than_the_next_step_waits(
+    pause_s: float, waits_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, inbox = Server(monkeypatch), Inbox()
+    monkeypatch.setattr(server.loop, "_inbox", inbox)
+    server.scheduler.pause_s = pause_s
+    server.loop._handle_events()
+    assert inbox.waits_s == waits_s

@@ -154,23 +154,6 @@ def test_too_large_prefill_done_fails_its_transfer(engine: Engine, monkeypatch: 
     assert "limit 2000 B" in failed.reason
 
 
-def test_prefill_done_that_cannot_be_queued_fails_its_transfer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Otherwise decode would wait for it until its deadline."""
-    (route,) = engine.control._sessions()
-    monkeypatch.setattr(route.channel, "limit_bytes", 2000)
-    engine.scheduler._outbox.append(SendToPeer(DECODE, done_with_logprobs()))
-    engine.loop._perform_effects()
-    while "dropped" not in caplog.text:
-        time.sleep(0.01)
-    engine.turn()
-    failed = engine.answer()
-    assert isinstance(failed, TransferFailed)
-    assert (failed.key, failed.retryable) == (KEY, True)
-    assert "the limits are 65536 messages and 2000 B" in failed.reason
-
-
 def test_message_that_cannot_be_sent_fails_its_transfer_only(engine: Engine) -> None:
     """The end of a chunk is a number that no message can have."""
     prompt, indices = np.zeros(100, dtype=np.int32), np.zeros(7, dtype=np.int32)

@@ -7,12 +7,12 @@ import pytest
 from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.prefill.request import PrefillRequest
-from pdserve.transfer.protocol.messages import InstanceId, KvDestination, TransferKey, pack_text
+from pdserve.transfer.protocol.messages import InstanceId, KvDestination, TransferKey
 from tests.scheduler.simulation.simulator import Simulator
 
 DECODE = InstanceId("decode")
 DESTINATION = KvDestination(TransferKey(1, 0), "r", SamplingParams(), 10.0)
-FRAMES: list[Sequence[int]] = [(5, 6, 7), (3,), (4,), pack_text("00-trace"), (250, 800), (1, 2, 3)]
+FRAMES: list[Sequence[int]] = [(5, 6, 7), (3,), (4,), b"00-trace", (250, 800), (1, 2, 3)]
 """Also one of a newer peer."""
 
 

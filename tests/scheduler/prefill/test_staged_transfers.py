@@ -160,13 +160,21 @@ def test_failed_part_fails_the_transfer_after_the_other_parts_have_ended() -> No
     prefill.end_direct()
     prefill.end_part(ok=False, late=True)
     stopped = prefill.messages()
-    assert {message.part for message in stopped if isinstance(message, StageStopped)} == {parts[0], *parts[2:]}
-    assert not any(isinstance(message, TransferFailed) for message in stopped)
+    assert stopped == [StageStopped(parts[0], late_writes=True), *(StageStopped(part) for part in parts[2:])]
     prefill.end_part()
     assert prefill.messages() == [
         StageStopped(parts[1]),
         TransferFailed(KEY, "broken", retryable=True, late_writes=True),
     ]
+
+
+def test_grant_outside_the_ring_fails_its_transfer() -> None:
+    prefill = Prefill()
+    parts = prefill.start_step()
+    prefill.grant(parts[0], RING.size_bytes)
+    *stopped, failed = prefill.messages()
+    assert stopped == [StageStopped(part) for part in parts]
+    assert failed == TransferFailed(KEY, "decode granted offset 768 of a ring of 768 bytes", retryable=True)
 
 
 def submitted(simulator: StagedSimulator) -> tuple[StagedSimulator, StagePart]:

@@ -82,7 +82,7 @@ class StagedSimulator(Simulator):
         self.pieces: dict[Row, dict[int | None, Prefix]] = collections.defaultdict(dict)
         self.healing = False
         super().__init__(stages=stages, overlap=overlap, verifies=verifies)
-        ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
+        ring: StagingRing[StagePart] = StagingRing(RING.size_bytes)
         rings = [RankRing(ring, cell_bytes=TOKEN_BYTES)]
         self.decode = DecodeScheduler(self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], rings=rings)
         for server in self.servers.values():
@@ -92,7 +92,7 @@ class StagedSimulator(Simulator):
         known = set(self.servers)
         super().start(endpoint)
         for instance in set(self.servers) - known:
-            self.servers[instance].scheduler.staging.peer_up(DECODE, REGIONS)
+            self.servers[instance].scheduler.staging.regions[DECODE] = REGIONS
             self.decode.dispatcher.remote.staging.peer_up(instance, REGIONS)
 
     def kill(self, which: int) -> None:
@@ -150,7 +150,7 @@ class StagedSimulator(Simulator):
         super().check_end()
         self.decode.dispatcher.remote.staging.check_integrity(idle=True)
         for server in self.servers.values():
-            assert not server.scheduler.staging._parts
+            assert not server.scheduler.staging._chunks
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The messages and the memory of one staged part, on each side; `test_lossy_staging.py` has everything at once."""
+"""The messages and the memory of one staged part, on each side; `test_staging_lives.py` has everything at once."""
 
 import collections
 
@@ -30,8 +30,7 @@ from pdserve.transfer.protocol.messages import (
 
 QUARANTINE_S = 5.0
 RANK = 1
-EPOCH = 9
-RING = StageRing(0, 8 * ALIGNMENT, EPOCH)
+RING = StageRing(0, 8 * ALIGNMENT, epoch=9)
 PREFILL, DECODE = InstanceId("prefill"), InstanceId("decode")
 KEY = TransferKey(7, 1)
 BLOCK = HeadSlice(0, 2, 0, 1)
@@ -41,8 +40,8 @@ REGIONS = [  # a token takes one unit of the ring
 DONE = PrefillDone(KEY, (), 8, 1, 0, 0, 0.0, 0.0, 0.0)
 
 
-def part(start: int = 0, end: int = 4, *, writer: int = 0, epoch: int = EPOCH) -> StagePart:
-    return StagePart(epoch, KEY, writer, RANK, BLOCK, start, end)
+def part(start: int = 0, end: int = 4, *, writer: int = 0) -> StagePart:
+    return StagePart(RING.epoch, KEY, writer, RANK, BLOCK, start, end)
 
 
 def request(of: StagePart) -> StageRequest:
@@ -54,9 +53,9 @@ class Decode:
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
-        self.ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=EPOCH)
+        self.ring: StagingRing[StagePart] = StagingRing(RING.size_bytes)
         rings = [
-            RankRing(StagingRing(RING.size_bytes, epoch=EPOCH), ALIGNMENT // 2),
+            RankRing(StagingRing(RING.size_bytes), ALIGNMENT // 2),
             RankRing(self.ring, ALIGNMENT // 2),
         ]
         self.pages = PageAllocator[KvPage](4, first=10)
@@ -105,7 +104,7 @@ class Prefill:
     def __init__(self) -> None:
         self.effects: list[Effect] = []
         self.staging = StagedSends(2, collections.Counter(), self.effects)
-        self.staging.peer_up(DECODE, REGIONS[:1])
+        self.staging.regions[DECODE] = REGIONS[:1]
 
     def take(self) -> list[object]:
         """Messages to decode and writes since the last call."""
@@ -114,27 +113,23 @@ class Prefill:
         return taken
 
     def request(self, tokens: int = 4) -> list[object]:
-        self.staging.request((DECODE, KEY), 0, tokens, 0.0)
+        self.staging.request((DECODE, KEY), 0, tokens)
         return self.take()
 
     def computed(self, tokens: int = 4) -> list[object]:
-        self.staging.send(ChunkWrite(DECODE, KEY, 0, tokens, [20, 21, 22, 23][: tokens // 2], []), 0.0)
+        self.staging.send(ChunkWrite(DECODE, KEY, 0, tokens, [20, 21, 22, 23][: tokens // 2], []))
         return self.take()
 
-    def receive(self, message: StageGrant | StageFree) -> list[object]:
-        self.staging.receive(DECODE, message, 0.0)
+    def granted(self, grant: StageGrant) -> list[object]:
+        assert self.staging.granted(DECODE, grant) is None
         return self.take()
 
     def written(self, of: StagePart, *, ok: bool = True, late_writes: bool = False) -> list[object]:
-        self.staging.part_written(PartWritten(DECODE, of, ok, "" if ok else "broken", late_writes), 0.0)
+        self.staging.part_written(PartWritten(DECODE, of, ok, "" if ok else "broken", late_writes))
         return self.take()
 
-    def abort(self) -> list[object]:
-        self.staging.abort((DECODE, KEY), "aborted", 0.0)
-        return self.take()
-
-    def due(self, now: float) -> list[object]:
-        self.staging.due(now)
+    def stop(self) -> list[object]:
+        self.staging.stop((DECODE, KEY))
         return self.take()
 
 
@@ -142,20 +137,13 @@ def test_part_goes_from_request_to_free() -> None:
     prefill, decode = Prefill(), Decode()
     assert prefill.request() == [request(part())]
     grant = decode.granted(part())
-    assert prefill.receive(grant) == []
+    assert prefill.granted(grant) == []
     assert prefill.computed() == [PartWrite(DECODE, part(), 0, 4 * ALIGNMENT, [20, 21], 0)]
     arrived = StageArrived(part(), grant.region)
     assert prefill.written(part()) == [arrived]
     assert decode.receive(arrived) == [PartScatter(part(), 0, 4 * ALIGNMENT, [10, 11], 0)]
     assert decode.grant.users == 2, "the scatter holds the pages"
-    assert decode.receive(arrived) == []
-    assert decode.receive(request(part())) == []
     assert decode.scattered(part()) == [StageFree(part())]
-    assert decode.receive(arrived) == [StageFree(part())]
-    assert decode.receive(request(part())) == [StageFree(part())]
-    assert prefill.due(1.0) == [arrived]
-    assert prefill.receive(StageFree(part())) == []
-    assert prefill.due(9.0) == []
     assert (decode.ring.waiting, decode.ring.granted_bytes) == (0, 0)
 
 
@@ -174,49 +162,41 @@ def test_transfer_lands_when_the_last_part_of_all_writers_is_scattered() -> None
     decode.staging.check_integrity(idle=True)
 
 
-def test_repeated_request_gets_the_same_grant() -> None:
-    prefill, decode = Prefill(), Decode()
-    prefill.request()
-    first = decode.granted(part())
-    assert prefill.due(0.9) == []
-    assert prefill.due(1.0) == [request(part())]
-    assert prefill.due(1.9) == []
-    assert decode.granted(part()) == first
-    assert decode.ring.granted_bytes == 4 * ALIGNMENT
-
-
-@pytest.mark.parametrize("ending", ["written", "failed", "aborted"])
-def test_final_message_is_repeated_until_decode_frees_the_part(ending: str) -> None:
-    """Also when the answer to it is lost."""
-    prefill, decode = Prefill(), Decode()
-    prefill.request()
-    prefill.receive(decode.granted(part()))
-    if ending == "aborted":
-        (final,) = prefill.abort()
-    else:
-        prefill.computed()
-        (final,) = prefill.written(part(), ok=ending == "written")
-    assert isinstance(final, StageArrived | StageStopped)
-    for turn in (1.0, 2.0, 3.0):
-        assert prefill.due(turn - 0.1) == []
-        assert prefill.due(turn) == [final]
-    if ending == "written":
-        assert len(decode.receive(final)) == 1
-        assert decode.scattered(part()) == [StageFree(part())]
-    else:
-        assert decode.receive(final) == [StageFree(part())]
-    assert (decode.ring.waiting, decode.ring.granted_bytes) == (0, 0)
-    assert prefill.due(4.0) == [final]
-    assert decode.receive(final) == [StageFree(part())], "the answer is repeated"
-    assert prefill.receive(StageFree(part())) == []
-    assert prefill.due(9.0) == []
-
-
-def test_request_that_arrives_after_its_stop_is_not_granted() -> None:
+def test_messages_that_an_older_prefill_server_repeats_change_nothing() -> None:
+    """It repeats each message until it is answered, the final one until StageFree."""
     decode = Decode()
-    assert decode.receive(StageStopped(part())) == [StageFree(part())]
-    assert decode.receive(request(part())) == [StageFree(part())]
-    assert (decode.ring.waiting, decode.ring.granted_bytes) == (0, 0)
+    decode.granted(part(0, 4))
+    for first in (request(part(4, 8)), request(part(0, 4, writer=1))):
+        decode.receive(first)
+        assert decode.receive(first) == [], "queued or granted"
+    assert (decode.ring.waiting, decode.ring.granted_bytes) == (1, 8 * ALIGNMENT)
+    arrived, stopped = StageArrived(part(0, 4), 0), StageStopped(part(4, 8), late_writes=True)
+    assert len(decode.receive(arrived)) == 1
+    assert decode.receive(arrived) == [], "it is being scattered"
+    assert decode.receive(stopped, 10.0) == []
+    assert decode.receive(stopped, 11.0) == []
+    free, _ = decode.scattered(part(0, 4))
+    assert free == StageFree(part(0, 4))
+    assert decode.receive(arrived) == [StageFree(part(0, 4))]
+    assert decode.due(10.0 + QUARANTINE_S) == [StageFree(part(4, 8))], "counted from the first message"
+    assert decode.receive(stopped) == [StageFree(part(4, 8))]
+    decode.staging.close(KEY)
+    assert decode.receive(request(part(4, 8, writer=1))) == [StageFree(part(4, 8, writer=1))]
+
+
+@pytest.mark.parametrize("ending", ["written", "failed", "stopped"])
+def test_prefill_forgets_a_part_after_its_final_message(ending: str) -> None:
+    prefill = Prefill()
+    prefill.request()
+    if ending == "stopped":
+        assert prefill.stop() == [StageStopped(part())]
+    else:
+        prefill.granted(StageGrant(part(), 0, 0))
+        prefill.computed()
+        final = StageArrived(part(), 0) if ending == "written" else StageStopped(part())
+        assert prefill.written(part(), ok=ending == "written") == [final]
+    assert prefill.staging.parts == 0
+    assert prefill.granted(StageGrant(part(), 0, 0)) == [], "a grant that crossed it"
 
 
 def test_stopped_request_leaves_the_queue() -> None:
@@ -295,25 +275,11 @@ def test_abort_stops_a_running_write_only_when_it_has_ended() -> None:
     prefill = Prefill()
     prefill.request(8)
     prefill.computed(8)
-    assert prefill.receive(StageGrant(part(0, 4), 0, 0)) == [
-        PartWrite(DECODE, part(0, 4), 0, 4 * ALIGNMENT, [20, 21], 0)
-    ]
-    assert prefill.abort() == [StageStopped(part(4, 8))]
-    assert prefill.receive(StageGrant(part(4, 8), 1024, 1024)) == []
-    assert prefill.receive(StageFree(part(0, 4))) == []
+    grant = StageGrant(part(0, 4), 0, 0)
+    assert prefill.granted(grant) == [PartWrite(DECODE, part(0, 4), 0, 4 * ALIGNMENT, [20, 21], 0)]
+    assert prefill.stop() == [StageStopped(part(4, 8))]
     stopped = [StageStopped(part(0, 4), late_writes=True)]
     assert prefill.written(part(0, 4), ok=False, late_writes=True) == stopped
-
-
-def test_messages_about_an_earlier_ring_change_nothing() -> None:
-    """A restarted decode server counts its transfers from the start: keys repeat, the epoch does not."""
-    decode = Decode()
-    decode.granted(part())
-    old = part(epoch=EPOCH - 1)
-    for message in (request(old), StageArrived(old, 0), StageStopped(old)):
-        assert decode.receive(message) == [StageFree(old)]
-    assert decode.ring.granted_bytes == 4 * ALIGNMENT
-    assert decode.granted(part()).offset == 0
 
 
 def test_messages_of_another_peer_change_nothing() -> None:
@@ -333,7 +299,7 @@ def test_messages_of_another_peer_change_nothing() -> None:
     [
         (request(part(6, 9)), "tokens [0, 8)"),
         (request(part(6, 6)), "tokens [0, 8)"),
-        (request(part(2, 6)), "overlaps"),
+        (request(part(2, 6)), "those before 4 are requested already"),
         (request(part(writer=2)), "rank 2 does not write"),
         (StageRequest(part(4, 8), 4 * ALIGNMENT + 1), "requests 1025 bytes"),
     ],
@@ -342,7 +308,6 @@ def test_request_that_does_not_belong_to_the_transfer_is_refused(message: StageR
     decode = Decode()
     decode.granted(part())
     assert reason in (decode.staging.receive(PREFILL, message, 0.0) or "")
-    assert decode.take() == [StageFree(message.part)]
     assert decode.ring.granted_bytes == 4 * ALIGNMENT
 
 
@@ -350,8 +315,6 @@ def test_grant_outside_the_ring_is_refused() -> None:
     prefill = Prefill()
     prefill.request()
     prefill.computed()
-    assert prefill.receive(StageGrant(part(), 0, 5 * ALIGNMENT)) == [StageStopped(part())]
-
-
-def test_grant_of_an_unknown_part_is_answered_with_a_stop() -> None:
-    assert Prefill().receive(StageGrant(part(), 0, 0)) == [StageStopped(part())]
+    problem = prefill.staging.granted(DECODE, StageGrant(part(), 0, 5 * ALIGNMENT))
+    assert problem == "decode granted offset 1280 of a ring of 2048 bytes"
+    assert prefill.take() == []

@@ -13,8 +13,8 @@ from pdserve.common.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api.common.fields import Body
 from pdserve.server.api.common.limits import Limits
-from pdserve.server.api.native.models import GenerateBody, NativeSampling
-from pdserve.server.api.native.requests import parse_generate
+from pdserve.server.api.generate.models import GenerateBody, NativeSampling
+from pdserve.server.api.generate.requests import parse_generate
 from pdserve.server.api.openai.models import CompletionBody
 from pdserve.server.api.openai.requests import parse_completion
 from pdserve.server.text.tokenizer import Tokenizer

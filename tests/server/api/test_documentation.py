@@ -12,8 +12,8 @@ from pdserve.common.sampling import TokenLogprob, pack_logprobs
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.api.common.errors import ErrorReply
+from pdserve.server.api.generate.models import GenerateReply, GenerateResult
 from pdserve.server.api.info import Health, Load, ModelInfo, ModelList, ServerReport
-from pdserve.server.api.native.models import GenerateReply, GenerateResult
 from pdserve.server.api.openai.models import ChatChunk, ChatCompletion, Completion, StreamError
 from pdserve.server.api.tokenize import TokenizeReply
 from pdserve.server.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from pdserve.common.errors import OverloadedError
-from pdserve.server.api import lanes as lanes_module
-from pdserve.server.api.lanes import INLINE_BYTES, LONG_BYTES, Lanes
+from pdserve.server.api.service import lanes as lanes_module
+from pdserve.server.api.service.lanes import INLINE_BYTES, LONG_BYTES, Lanes
 
 ResultT = TypeVar("ResultT")
 

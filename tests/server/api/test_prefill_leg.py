@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.server.http_harness import RunningServer, sse_events
+from pdserve.common.sampling import NEUTRAL_SAMPLING
+from pdserve.configs.schema import PrefillConfig
+from pdserve.server.api.service.service import Service
+from pdserve.server.engine.grammar_checker import GrammarChecker
+from pdserve.server.text.tokenizer import Tokenizer
+from tests.server import http_harness
+from tests.server.http_harness import RunningServer, running_server, sse_events
 from tests.server.scripted_leader import CONTEXT_LENGTH
 
 ROOM = {"bootstrap_host": "p1", "bootstrap_port": 9000, "bootstrap_room": 7}
@@ -96,3 +102,26 @@ async def test_output_length_is_not_limited_by_the_pool_of_prefill(
     assert (await decode.http.post("/generate", json=body)).status_code == 400
     assert (await prefill.http.post("/generate", json=body)).status_code == 200
     await decode.leader.expect_nothing(for_s=0.05)
+
+
+@pytest.mark.parametrize("room", [ROOM, {}], ids=["of a router", "of a client"])
+async def test_request_for_decode_is_refused_if_the_role_changes_while_its_grammar_is_compiled(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, room: dict[str, Any]
+) -> None:
+    """A prefill server would answer that of a router with an empty text, and that of a client with 400."""
+    services: list[Service] = []
+
+    def made(*arguments: Any) -> Service:
+        services.append(Service(*arguments))
+        return services[0]
+
+    async def switch(*_: object) -> None:
+        (service,) = services
+        service.serve(PrefillConfig(), service.leader, NEUTRAL_SAMPLING)
+
+    monkeypatch.setattr(http_harness, "Service", made)
+    monkeypatch.setattr(GrammarChecker, "check", switch)
+    async with running_server(tokenizer) as server:
+        response = await server.http.post("/generate", json=room | {"text": "abc", "sampling_params": {"regex": "a"}})
+    assert services[0].config.role == "prefill"
+    assert (response.status_code, "has switched from decode to prefill" in response.text) == (503, True)

@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from pdserve.common.errors import OverloadedError
 from pdserve.configs.schema import DecodeConfig
-from pdserve.server.api import app
-from pdserve.server.api.arriving_bodies import LEAST_BYTES, ArrivingBodies
 from pdserve.server.api.common.fields import BodyError, decode_object
-from pdserve.server.api.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES, read_body
+from pdserve.server.api.service import service
+from pdserve.server.api.service.arriving_bodies import LEAST_BYTES, ArrivingBodies
+from pdserve.server.api.service.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES, read_body
 from pdserve.server.api.tokenize import MOST_DETOKENIZED
 from pdserve.server.connections.http_protocol import PatientHttpProtocol
 from pdserve.server.text.chat_format import Arguments
@@ -267,7 +267,7 @@ async def test_body_that_arrives_for_longest_is_refused_with_429(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arriving = ArrivingBodies(4 * LEAST_BYTES)
-    monkeypatch.setattr(app, "ArrivingBodies", lambda _max_bytes: arriving)
+    monkeypatch.setattr(service, "ArrivingBodies", lambda _max_bytes: arriving)
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY)
     async with running_server(tokenizer, DecodeConfig()) as server:
         slow = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(5)]

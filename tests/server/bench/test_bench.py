@@ -492,7 +492,7 @@ async def test_ctrl_c_prints_a_partial_result(tokenizer: Tokenizer) -> None:
         (["--url=localhost:8200"], "--url must be http://HOST:PORT, got 'localhost:8200'"),
         (["--url=http://127.0.0.1:1"], "http://127.0.0.1:1: no response from a pdserve server there"),
         (["--concurrency=2", "--rate=3"], "not allowed with argument"),
-        (["--requests=0"], "argument --requests: must be a whole number, at least 1, got '0'"),
+        (["--requests=0"], "--requests must be at least 1, got '0'"),
         (["--dataset=sharegpt"], "--dataset sharegpt needs --dataset-path FILE"),
         (["--plot=x.gif"], "--plot x.gif: must end in .png, .svg, .pdf"),
         (["--output=absent/x.json"], "--output absent/x.json: no such directory: absent"),

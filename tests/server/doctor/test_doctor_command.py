@@ -16,7 +16,7 @@ from pdserve.server.cli import main
 from pdserve.server.doctor import collect as collecting
 from pdserve.server.doctor.facts import RdmaDevice
 from pdserve.server.doctor.handshake import greet
-from pdserve.server.doctor.transfer_test import measure
+from pdserve.server.doctor.trial_transfer import measure
 from pdserve.transfer.control.curve import ClusterKeys
 from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.control.reachability import HTTP_PORT

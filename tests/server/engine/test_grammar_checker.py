@@ -138,6 +138,40 @@ async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: G
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+async def test_compiler_starts_before_the_first_grammar(checker: GrammarChecker) -> None:
+    checker.start()
+    async with asyncio.timeout(60):
+        while not checker._ready:
+            await asyncio.sleep(0.005)
+    process = process_id(checker)
+    checker.start()
+    assert await checker.check(GOOD) is None
+    assert process_id(checker) == process
+
+
+async def test_compiler_that_cannot_start_early_is_started_for_a_grammar(
+    checker: GrammarChecker, caplog: pytest.LogCaptureFixture
+) -> None:
+    command, checker._command = checker._command, ["/bin/false"]
+    checker.start()
+    assert checker._attending is not None
+    await checker._attending
+    assert caplog.text.count("the grammar compiler has ended with status 1") == 1
+    checker._command = command
+    assert await checker.check(GOOD) is None
+
+
+async def test_compiler_does_not_start_after_the_server_has_stopped(checker: GrammarChecker) -> None:
+    checker.start()
+    attending = checker._attending
+    assert attending is not None
+    checker.close()
+    await attending
+    checker.start()
+    assert checker._process is None
+    assert checker._attending is None
+
+
 async def test_compiler_that_cannot_start_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
     with pytest.raises(ServerError, match="the grammar compiler has failed"):

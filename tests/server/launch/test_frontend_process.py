@@ -45,7 +45,7 @@ from pdserve.server.terminal.options import (
 )
 from pdserve.server.terminal.top import run_top
 from tests.cluster.forkserver import ForkedProcess
-from tests.cluster.servers import fork_server, wait_until
+from tests.cluster.servers import fork_server, is_grammar_compiler, wait_until
 from tests.ports import free_port
 from tests.processes import gone
 from tests.server.http_harness import write_byte_model
@@ -111,9 +111,12 @@ class RunningFrontend:
         self._stderr.seek(0)
         return code, self._stderr.read()
 
-    def leader_pid(self) -> int:
+    def children(self) -> list[str]:
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        (pid,) = [int(pid) for path in children for pid in path.read_text().split()]
+        return [pid for path in children for pid in path.read_text().split()]
+
+    def leader_pid(self) -> int:
+        (pid,) = [int(pid) for pid in self.children() if not is_grammar_compiler(pid)]
         return pid
 
 
@@ -153,6 +156,7 @@ def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "slow", forked=False) as running:
         running.wait_healthy()
         leader = running.leader_pid()
+        wait_until(lambda: any(map(is_grammar_compiler, running.children())), 10, "the compiler starts with the server")
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(generate, running)
             running.wait_submitted()

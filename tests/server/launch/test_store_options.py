@@ -79,7 +79,7 @@ def test_endpoint_without_a_port_is_refused(capsys: pytest.CaptureFixture[str]) 
 def test_wrong_port_is_refused(capsys: pytest.CaptureFixture[str], flag: str, port: str) -> None:
     """Mooncake would hang, or listen on another port."""
     assert main(["store", flag, port]) == 2
-    assert capsys.readouterr().err == f"pdserve: error: {flag} must be between 1 and 65535, got {port}\n"
+    assert capsys.readouterr().err == f"pdserve: error: {flag} must be 1 to 65535, got {port!r}\n"
 
 
 @pytest.mark.parametrize(

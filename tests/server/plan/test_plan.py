@@ -303,7 +303,7 @@ def test_smaller_kv_is_not_the_advice_if_the_weights_do_not_fit(capsys: pytest.C
             ("--gpus", "8xH200", "--input-len", "64", "--rate", "4", "--slo-ttft-ms", "500"),
             "--gpus is for sizes: step times of a load are measured",
         ),
-        (("--model", "qwen3-8b", "--reserve-gib", "-1"), "must not be negative"),
+        (("--model", "qwen3-8b", "--reserve-gib", "-1"), "--reserve-gib must be at least 0, got '-1'"),
     ],
 )
 def test_impossible_plans_are_refused(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

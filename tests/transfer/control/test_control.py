@@ -27,8 +27,7 @@ import zmq
 from pdserve.common.errors import StartupError
 from pdserve.common.sampling import SamplingParams
 from pdserve.configs.allowed_hosts import AllowedHosts
-from pdserve.transfer.control import session
-from pdserve.transfer.control import thread as control_thread
+from pdserve.transfer.control import peers, session
 from pdserve.transfer.control.curve import AUTHENTICATION_FAILED, ClusterKeys
 from pdserve.transfer.control.decode import HUNG_UP, MAX_UNPAIRED_PER_CLIENT, UNPAIRED_S, DecodeControl
 from pdserve.transfer.control.endpoints import resolve
@@ -43,13 +42,12 @@ from pdserve.transfer.control.events import (
     PeerSnapshot,
     PeersUnreachable,
     PeerUp,
-    SendFailed,
 )
+from pdserve.transfer.control.peers import LAST_WORDS_S, AnyControl
 from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.control.reachability import HTTP_PORT
 from pdserve.transfer.control.reliable_channel import ReliableChannel
 from pdserve.transfer.control.session import Timing
-from pdserve.transfer.control.thread import LAST_WORDS_S, Control
 from pdserve.transfer.mooncake.infiniband import port_states
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.layout import KvLayout, Plane
@@ -236,7 +234,7 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(stack)
 
 
-def only_peer(side: Control) -> PeerSnapshot:
+def only_peer(side: AnyControl) -> PeerSnapshot:
     """Waits for the first snapshot, which the control thread takes after it has started."""
     eventually(lambda: bool(side.peers()))
     (peer,) = side.peers()
@@ -418,7 +416,7 @@ def test_states_of_rdma_ports_are_reported_in_both_directions(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pdserve.transfer.control")
-    monkeypatch.setattr(control_thread, "port_states", partial(port_states, tmp_path))
+    monkeypatch.setattr(peers, "port_states", partial(port_states, tmp_path))
     state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
     state.parent.mkdir(parents=True)
     state.write_text("4: ACTIVE\n")
@@ -442,18 +440,29 @@ def test_sends_to_unknown_and_closed_instances_are_dropped_and_counted(cluster: 
     assert at_prefill.messages() == []
 
 
-def test_message_fails_if_the_channel_is_full(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sender", ["decode", "prefill"])
+def test_message_that_does_not_fit_its_channel_ends_the_connection_and_the_servers_pair_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, sender: str
+) -> None:
+    """So the transfers of the pair fail on both sides, and none waits for that message."""
     monkeypatch.setattr(session, "ReliableChannel", partial(ReliableChannel, limit_bytes=1000))
-    _, at_prefill, client, at_decode = cluster.pair()
-    client.send(InstanceId("p1"), Abort(key(1), "x" * 2000))
-    client.send(InstanceId("p1"), Abort(key(2), "fits"))
-    (failed,) = at_decode.wait(SendFailed)
-    assert isinstance(failed.message, Abort)
-    assert failed.message.key == key(1)
-    assert "1000 B" in failed.reason
-    at_prefill.wait(MessageReceived)
-    assert at_prefill.messages() == [Abort(key(2), "fits")]
-    assert client.stats()["sends_over_limit"] == 1
+    server, at_prefill, client, at_decode = cluster.pair()
+    from_decode, other = (client, at_prefill) if sender == "decode" else (server, at_decode)
+    own = at_decode if sender == "decode" else at_prefill
+    to = InstanceId("p1" if sender == "decode" else "d1")
+    from_decode.send(to, Abort(key(1), "x" * 2000))
+    from_decode.send(to, Abort(key(2), "dropped with the connection"))
+    for events in (at_decode, at_prefill):
+        events.wait(PeerUp, 2)
+        events.wait(PeerClosed)
+    (lost,) = own.of(PeerLost)
+    assert "Abort cannot be sent: " in lost.reason
+    assert "1000 B" in lost.reason
+    assert own.life(to) == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+    from_decode.send(to, Abort(key(3), "over the new connection"))
+    other.wait(MessageReceived)
+    assert other.messages() == [Abort(key(3), "over the new connection")]
+    assert from_decode.stats()["sends_over_limit"] == 1
 
 
 def test_restarted_prefill_server_is_a_new_instance(cluster: Cluster) -> None:
@@ -509,7 +518,7 @@ def test_messages_sent_before_a_close_are_delivered(cluster: Cluster) -> None:
         busy.set()
         may_go_on.wait(5)
 
-    client._post(be_busy)  # simulates slow work on the control thread
+    client._thread.post(be_busy)  # simulates slow work on the control thread
     assert busy.wait(2)
     server.send(InstanceId("d1"), AbortAck(key(1)))
     time.sleep(0.2)
@@ -1140,6 +1149,24 @@ def test_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_co
     ]
 
 
+def test_connection_to_a_stopped_prefill_server_whose_channel_is_full_ends_when_it_continues(
+    cluster: Cluster, prefill_process: tuple[OtherProcess, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before: until then it may go on to write at any time."""
+    process, port = prefill_process
+    monkeypatch.setattr(session, "ReliableChannel", partial(ReliableChannel, limit_bytes=1000))
+    client, at_decode = cluster.decode("d1", port, timing=DEFAULT)
+    at_decode.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+    process.stop()
+    client.send(InstanceId("p1"), Abort(key(1), "x" * 2000))
+    at_decode.wait(PeerLost)
+    time.sleep(DEFAULT.peer_timeout_s)
+    assert at_decode.life("p1") == ["PeerUp", "PeerLost"]
+    process.signal(signal.SIGCONT)
+    at_decode.wait(PeerUp, 2)
+    assert at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+
+
 def test_a_killed_prefill_is_lost_and_closed(cluster: Cluster, prefill_process: tuple[OtherProcess, int]) -> None:
     process, port = prefill_process
     client, at_decode = cluster.decode("d1", port, timing=DEFAULT)
@@ -1200,7 +1227,7 @@ def test_pause_of_the_control_thread_does_not_count_as_silence_of_its_peers(clus
 def _serve(role: str, port: int, instance: str) -> None:
     """Entry point of the other process."""
     done = threading.Event()
-    side: list[Control] = []
+    side: list[AnyControl] = []
 
     def on_event(event: Event) -> None:
         match event:

@@ -122,7 +122,7 @@ class Routed:
 
     def send(self) -> SendResult:
         runs = CopyRuns(*(np.array([value]) for value in (0, 0, POOL_BYTES)))
-        self.sender.submit(SendJob(TransferKey(1, 1), runs, self.pools))
+        self.sender.submit(SendJob(TransferKey(1, 1), runs, self.pools, self.results.put))
         return self.results.get(timeout=10)
 
 
@@ -139,7 +139,6 @@ def start() -> Iterator[Callable[..., Routed]]:
             routes,
             [pools],
             window=4,
-            on_result=results.put,
             on_routed=lambda transport, dropped: taken.put((transport, dict(dropped))),
         )
         started.append(sender)

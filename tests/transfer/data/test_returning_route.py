@@ -85,7 +85,7 @@ class Routed:
 
     def submit(self, size_bytes: int = 64, writes: int = 1) -> None:
         runs = CopyRuns(np.zeros(writes, int), np.zeros(writes, int), np.full(writes, size_bytes))
-        self.sender.submit(SendJob(TransferKey(1, 1), runs, POOLS))
+        self.sender.submit(SendJob(TransferKey(1, 1), runs, POOLS, self.results.put))
 
     def send(self, size_bytes: int = 64) -> SendResult:
         self.submit(size_bytes)
@@ -112,7 +112,6 @@ def start(network: Network) -> Iterator[Callable[[], Routed]]:
             ROUTES,
             [POOLS],
             window=4,
-            on_result=results.put,
             on_routed=lambda transport, dropped: routes.put((transport, dict(dropped))),
             local=LocalTransport("auto", "127.0.0.1", ("mlx5_0",), rdma=cast(RdmaEngine, object())),
         )

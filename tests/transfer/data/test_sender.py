@@ -62,11 +62,10 @@ class Harness:
             [KvRoute("tcp", receiver.session)],
             [self.pools],
             window=window,
-            on_result=self.results.put,
         )
 
     def submit(self, key: TransferKey, runs: CopyRuns, ready: Callable[[], None] | None = None) -> None:
-        self.sender.submit(SendJob(key, runs, self.pools, ready))
+        self.sender.submit(SendJob(key, runs, self.pools, self.results.put, ready))
 
     def result(self, timeout_s: float = 10.0) -> SendResult:
         return self.results.get(timeout=timeout_s)
@@ -344,9 +343,8 @@ def test_an_exception_in_the_callback_does_not_end_the_thread(
         if len(seen) == 1:
             raise RuntimeError("boom")
 
-    harness.sender._on_result = fail_once
-    harness.submit(key(1), fill(4096, 8192))
-    harness.submit(key(2), fill(4096, 8192))
+    for number in (1, 2):
+        harness.sender.submit(SendJob(key(number), fill(4096, 8192), harness.pools, fail_once))
     wait_until(lambda: len(seen) == 2)
     assert [result.ok for result in seen] == [True, True]
     assert "boom" in caplog.text
@@ -361,7 +359,6 @@ def test_window_beyond_the_queue_limit_is_refused(window: int) -> None:
             [KvRoute("tcp", "127.0.0.1:1")],
             [PoolPair(Region(0, 1), Pool(row, 0, 1))],
             window=window,
-            on_result=print,
         )
 
 

@@ -87,8 +87,8 @@ class StagedPair:
         self.effects: list[Effect] = []
         counters: collections.Counter[str] = collections.Counter()
         self.sends = StagedSends(16, counters, self.effects)
-        self.sends.peer_up(DECODE, regions)
-        rings = [RankRing(StagingRing(RING_BYTES, epoch=5), CELL_BYTES)]
+        self.sends.regions[DECODE] = regions
+        rings = [RankRing(StagingRing(RING_BYTES), CELL_BYTES)]
         allocator = PageAllocator[KvPage](self.target.num_pages)
         allocator.grant("all, so that a transfer can share them", self.target.num_pages)
         grant = allocator.grant("prompt", 0, shared=[KvPage(page) for page in self.target_pages])
@@ -104,7 +104,6 @@ class StagedPair:
             [KvRoute("tcp", process.session)],
             [self.pools],
             window=4,
-            on_result=self.results.put,
         )
         self.writes: list[SendResult] = []
         self.landed = False
@@ -114,9 +113,9 @@ class StagedPair:
         done = PrefillDone(KEY, (), TOKENS, 1, 0, 0, 0.0, 0.0, 0.0)
         self.arrivals.open(KEY, PREFILL, start, TOKENS, self.grant)
         assert self.arrivals.hold(done)
-        self.sends.request((DECODE, KEY), start, TOKENS, 0.0)
+        self.sends.request((DECODE, KEY), start, TOKENS)
         # on a real server all ranks have the same page ids; here they are indices, which act() maps to ids of a rank
-        self.sends.send(ChunkWrite(DECODE, KEY, start, TOKENS, list(range(len(self.source_pages[0]))), []), 0.0)
+        self.sends.send(ChunkWrite(DECODE, KEY, start, TOKENS, list(range(len(self.source_pages[0]))), []))
         while self.effects:
             self.act(self.effects.pop(0))
 
@@ -124,8 +123,10 @@ class StagedPair:
         match effect:
             case SendToPeer(message=StageRequest() | StageArrived() | StageStopped() as message):
                 assert self.arrivals.receive(PREFILL, message, 0.0) is None
-            case SendToPeer(message=StageGrant() | StageFree() as message):
-                self.sends.receive(DECODE, message, 0.0)
+            case SendToPeer(message=StageGrant() as message):
+                assert self.sends.granted(DECODE, message) is None
+            case SendToPeer(message=StageFree()):
+                pass
             case PartWrite(part=part, offset=offset, size_bytes=size_bytes):
                 kv_gather(
                     self.sources[part.writer].data,
@@ -137,10 +138,10 @@ class StagedPair:
                     heads=range(2),
                 )
                 run = CopyRuns(*(np.array([number], dtype=np.int64) for number in (0, offset, size_bytes)))
-                self.peer.submit(SendJob(part.key, run, self.pools))
+                self.peer.submit(SendJob(part.key, run, self.pools, self.results.put))
                 self.writes.append(self.results.get(timeout=10))
                 assert self.writes[-1].ok, self.writes[-1].reason
-                self.sends.part_written(PartWritten(DECODE, part, ok=True), 0.0)
+                self.sends.part_written(PartWritten(DECODE, part, ok=True))
             case PartScatter(part=part, offset=offset, size_bytes=size_bytes):
                 kv_scatter(
                     self.ring[offset:][:size_bytes],

@@ -83,11 +83,12 @@ def test_a_job_has_no_result_before_its_writes_have_ended_but_queued_jobs_fail(r
         [KvRoute("rdma", receiver.session)],
         [pools],
         window=1,
-        on_result=results.put,
         local=LocalTransport("rdma", "127.0.0.1", rdma=cast(RdmaEngine, rdma)),
     )
     start = np.zeros(1, dtype=np.int64)
-    jobs = [SendJob(TransferKey(number, 1), CopyRuns(start, start, start + 4096), pools) for number in (1, 2)]
+    jobs = [
+        SendJob(TransferKey(number, 1), CopyRuns(start, start, start + 4096), pools, results.put) for number in (1, 2)
+    ]
     for job in jobs:
         sender.submit(job)
     queued = results.get(timeout=30)

@@ -346,12 +346,11 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
         [KvRoute("rdma", "10.0.0.9:3")],
         [first, second],
         window=4,
-        on_result=results.put,
         local=open_rdma(local("auto", "mlx5_0"), []),
     )
     runs = CopyRuns(np.array([10]), np.array([20]), np.array([30]))
-    sender.submit(SendJob(TransferKey(1, 0), runs, first))
-    sender.submit(SendJob(TransferKey(1, 0), runs, second))
+    sender.submit(SendJob(TransferKey(1, 0), runs, first, results.put))
+    sender.submit(SendJob(TransferKey(1, 0), runs, second, results.put))
     assert results.get(timeout=5).ok
     assert results.get(timeout=5).ok
     assert engines[0].registered == [(4096, 100), (8192, 50)]
@@ -364,8 +363,10 @@ def test_source_memory_that_cannot_be_registered_fails_the_job(engines: list[Rec
     pools = PoolPair(Region(4096, 100), DEVICE)
     rdma = open_rdma(local("auto", "mlx5_0"), [])
     RecordingEngine.registers = -1
-    sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], [pools], window=4, on_result=results.put, local=rdma)
-    sender.submit(SendJob(TransferKey(1, 0), CopyRuns(np.array([0]), np.array([0]), np.array([30])), pools))
+    sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], [pools], window=4, local=rdma)
+    sender.submit(
+        SendJob(TransferKey(1, 0), CopyRuns(np.array([0]), np.array([0]), np.array([30])), pools, results.put)
+    )
     result = results.get(timeout=5)
     sender.close()
     assert engines[0].written == []

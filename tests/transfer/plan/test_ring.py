@@ -13,7 +13,7 @@ class ByteMap(RuleBasedStateMachine):
 
     @initialize(units=st.integers(1, 12))
     def start(self, units: int) -> None:
-        self.ring: StagingRing[int] = StagingRing(units * ALIGNMENT, epoch=1)
+        self.ring: StagingRing[int] = StagingRing(units * ALIGNMENT)
         self.map: list[int | None] = [None] * units
         self.sizes: dict[int, int] = {}  # of the queued requests
         self.regions: dict[int, Region] = {}
@@ -117,7 +117,7 @@ def grant(ring: StagingRing[str], owner: str, units: int) -> Region | None:
 
 def test_an_idle_ring_grants_a_large_request_after_a_small_one() -> None:
     """4 of 32 units, freed, then 29: SGLang's ring deadlocked here in 2026-08 (its issue 37166)."""
-    ring: StagingRing[str] = StagingRing(32 * ALIGNMENT, epoch=1)
+    ring: StagingRing[str] = StagingRing(32 * ALIGNMENT)
     small = grant(ring, "small", 4)
     assert small is not None
     ring.free(small.position)
@@ -127,7 +127,7 @@ def test_an_idle_ring_grants_a_large_request_after_a_small_one() -> None:
 
 
 def test_region_that_is_held_for_long_blocks_only_its_own_bytes() -> None:
-    ring: StagingRing[str] = StagingRing(8 * ALIGNMENT, epoch=1)
+    ring: StagingRing[str] = StagingRing(8 * ALIGNMENT)
     assert grant(ring, "before", 3) is not None
     held = grant(ring, "held", 1)
     assert held is not None
@@ -141,7 +141,7 @@ def test_region_that_is_held_for_long_blocks_only_its_own_bytes() -> None:
 
 
 def test_small_requests_do_not_overtake_a_large_one() -> None:
-    ring: StagingRing[str] = StagingRing(8 * ALIGNMENT, epoch=1)
+    ring: StagingRing[str] = StagingRing(8 * ALIGNMENT)
     first = grant(ring, "first", 2)
     assert first is not None
     assert grant(ring, "large", 8) is None
@@ -153,11 +153,11 @@ def test_small_requests_do_not_overtake_a_large_one() -> None:
 @pytest.mark.parametrize("capacity", [0, -ALIGNMENT, ALIGNMENT + 1])
 def test_invalid_capacity_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match="multiple of 256"):
-        StagingRing(capacity, epoch=1)
+        StagingRing(capacity)
 
 
 def test_owner_cannot_be_queued_twice() -> None:
-    ring: StagingRing[str] = StagingRing(ALIGNMENT, epoch=1)
+    ring: StagingRing[str] = StagingRing(ALIGNMENT)
     ring.request("a", 1)
     with pytest.raises(ValueError, match="already waiting"):
         ring.request("a", 1)

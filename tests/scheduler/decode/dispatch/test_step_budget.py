@@ -21,7 +21,7 @@ def test_prompt_rate_of_mixed_steps_is_at_most_that_of_steps_without_requests() 
 
     def step(running: int, tokens: int, seconds: float) -> None:
         times.started(running, tokens, 0.0)
-        times._ended_at = -1.0
+        times.ended_at = -1.0
         times.ended(seconds)
 
     assert times.tokens_per_s(2048) is None

@@ -8,7 +8,7 @@ import pytest
 from pdserve.common.sampling import NEUTRAL_SAMPLING, Grammar
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api.common.limits import Limits
-from pdserve.server.api.native.requests import parse_generate
+from pdserve.server.api.generate.requests import parse_generate
 from pdserve.server.api.openai.chat_requests import parse_chat
 from pdserve.server.text.chat_format import ChatFormat
 from pdserve.server.text.tokenizer import Tokenizer

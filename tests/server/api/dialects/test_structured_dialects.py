@@ -8,8 +8,8 @@ import pytest
 from pdserve.common.sampling import NEUTRAL_SAMPLING, Grammar
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.server.api.anthropic.requests import parse_message
+from pdserve.server.api.common.calls import Call
 from pdserve.server.api.common.limits import Limits
-from pdserve.server.api.native.requests import Call
 from pdserve.server.api.openai.models import ChatBody
 from pdserve.server.api.responses.requests import parse_response
 from pdserve.server.text.chat_format import ChatFormat

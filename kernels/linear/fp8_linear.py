@@ -1,4 +1,4 @@
-"""Linear layers with fp8 weights, with a scale per block or per row (block_format.py), computed in one of four ways:
+"""Linear layers with fp8 weights, with a scale per block or per row (fp8_format.py), computed in one of four ways:
 
     exact       x @ weight.T + bias              activations are not quantised; for few rows
     triton      quantise(x) @ weight.T + bias    fp8 products; sums of 128 columns are scaled and added in float32
@@ -21,7 +21,7 @@ from torch.nn.functional import linear as torch_linear
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, launch_few_rows
 from ..backends.fp8_at_once_cuda import launch_at_once, suits_at_once
-from .block_format import BLOCK, BlockScaled, supports_fp8
+from .fp8_format import BLOCK, Fp8Matrix, supports_fp8
 from .quantise import QuantisedRows, quantise, quantise_reference, swiglu_quantise
 from .swiglu import swiglu, swiglu_reference
 
@@ -34,9 +34,7 @@ _ROWWISE_ALIGNMENT = 16
 """Of the sizes of a matrix for "rowwise", which torch requires."""
 
 
-def choose_method(
-    rows: int, weight: BlockScaled, *, biased: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> Method:
+def choose_method(rows: int, weight: Fp8Matrix, *, biased: bool = False, dtype: torch.dtype = torch.bfloat16) -> Method:
     """The method for a number of rows in `dtype`. Only this function chooses a method."""
     if rows <= FEW_ROWS:
         return "exact"
@@ -45,17 +43,17 @@ def choose_method(
     return "cublas" if _fits_cublas(weight) and not biased else "triton"
 
 
-def block_scaled_linear_reference(
-    x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None = None
+def fp8_linear_reference(
+    x: torch.Tensor | QuantisedRows, weight: Fp8Matrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """In float32, rounded once. Tensors are not quantised."""
     wide = x.expanded() if isinstance(x, QuantisedRows) else x.float()
     return torch_linear(wide, weight.expanded(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def block_scaled_linear(
+def fp8_linear(
     x: torch.Tensor | QuantisedRows,
-    weight: BlockScaled,
+    weight: Fp8Matrix,
     bias: torch.Tensor | None = None,
     *,
     method: Method | None = None,
@@ -65,7 +63,7 @@ def block_scaled_linear(
     method = method or _method_for(x, weight, bias)
     _check(x, weight, bias, method)
     if not use_triton(impl, weight.values.device):
-        return block_scaled_linear_reference(_as_computed(x, method), weight, bias)
+        return fp8_linear_reference(_as_computed(x, method), weight, bias)
     if method == "exact":
         assert isinstance(x, torch.Tensor)
         out = x.new_empty(len(x), len(weight))
@@ -79,18 +77,18 @@ def block_scaled_linear(
     return out
 
 
-def block_scaled_gated_linear(
+def fp8_gated_linear(
     x: torch.Tensor | QuantisedRows,
-    weight: BlockScaled,
+    weight: Fp8Matrix,
     bias: torch.Tensor | None = None,
     *,
     method: Method | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """swiglu(block_scaled_linear(x)); the rows of `weight` are those of gate, then those of up."""
+    """swiglu(fp8_linear(x)); the rows of `weight` are those of gate, then those of up."""
     method = method or _method_for(x, weight, bias)
     if method != "exact" or not use_triton(impl, weight.values.device):
-        gate_up = block_scaled_linear(x, weight, bias, method=method, impl=impl)
+        gate_up = fp8_linear(x, weight, bias, method=method, impl=impl)
         return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
     _check(x, weight, bias, method)
     assert isinstance(x, torch.Tensor)
@@ -99,22 +97,22 @@ def block_scaled_gated_linear(
     return out
 
 
-def block_scaled_mlp(
+def fp8_mlp(
     x: torch.Tensor | QuantisedRows,
-    gate_up: BlockScaled,
-    down: BlockScaled,
+    gate_up: Fp8Matrix,
+    down: Fp8Matrix,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [rows, in] through a gated MLP; with many rows, the gate also quantises."""
     if _method_for(x, gate_up, gate_up_bias) == "exact":
-        return block_scaled_linear(block_scaled_gated_linear(x, gate_up, gate_up_bias), down, down_bias)
-    both = block_scaled_linear(x, gate_up, gate_up_bias)
+        return fp8_linear(fp8_gated_linear(x, gate_up, gate_up_bias), down, down_bias)
+    both = fp8_linear(x, gate_up, gate_up_bias)
     by_row = choose_method(FEW_ROWS + 1, down, biased=down_bias is not None, dtype=both.dtype) == "rowwise"
-    return block_scaled_linear(swiglu_quantise(both, by_row=by_row), down, down_bias)
+    return fp8_linear(swiglu_quantise(both, by_row=by_row), down, down_bias)
 
 
-def _method_for(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None) -> Method:
+def _method_for(x: torch.Tensor | QuantisedRows, weight: Fp8Matrix, bias: torch.Tensor | None) -> Method:
     if isinstance(x, torch.Tensor):
         return choose_method(len(x), weight, biased=bias is not None, dtype=x.dtype)
     chosen = choose_method(max(x.rows, FEW_ROWS + 1), weight, biased=bias is not None, dtype=x.dtype)
@@ -127,7 +125,7 @@ def _as_computed(x: torch.Tensor | QuantisedRows, method: Method) -> torch.Tenso
     return quantise_reference(x, by_row=method == "rowwise")
 
 
-def _exact(x: torch.Tensor, weight: BlockScaled, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool) -> None:
+def _exact(x: torch.Tensor, weight: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool) -> None:
     """Fill `out`: by csrc/linear/fp8_at_once.cu where it suits, very few rows by csrc/linear/fp8_linear.cu, others by
     Triton.
     """
@@ -144,7 +142,7 @@ def _exact(x: torch.Tensor, weight: BlockScaled, bias: torch.Tensor | None, out:
 
 
 def _launch_cuda(
-    x: torch.Tensor, weight: BlockScaled, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+    x: torch.Tensor, weight: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
 ) -> None:
     values, scales = weight.values, weight.scales
     launch_few_rows(
@@ -161,18 +159,18 @@ def _launch_cuda(
     )
 
 
-def _fits_cublas(weight: BlockScaled) -> bool:
+def _fits_cublas(weight: Fp8Matrix) -> bool:
     device = weight.values.device
     whole = weight.row_group == BLOCK and not any(size % BLOCK for size in weight.shape)
     return whole and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _fits_rowwise(weight: BlockScaled, dtype: torch.dtype) -> bool:
+def _fits_rowwise(weight: Fp8Matrix, dtype: torch.dtype) -> bool:
     aligned = not any(size % _ROWWISE_ALIGNMENT for size in weight.shape)
     return weight.by_row and aligned and dtype == torch.bfloat16 and supports_fp8(weight.values.device)
 
 
-def _scaled_mm(x: QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None, *, by_row: bool) -> torch.Tensor:
+def _scaled_mm(x: QuantisedRows, weight: Fp8Matrix, bias: torch.Tensor | None, *, by_row: bool) -> torch.Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
     product = scaled_mm(
@@ -188,7 +186,7 @@ def _scaled_mm(x: QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None,
     return product[: x.rows]
 
 
-def _check(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None, method: Method) -> None:
+def _check(x: torch.Tensor | QuantisedRows, weight: Fp8Matrix, bias: torch.Tensor | None, method: Method) -> None:
     values = x if isinstance(x, torch.Tensor) else x.values
     if values.ndim != 2 or weight.values.ndim != 2 or values.shape[1] != weight.shape[1] or not values.is_contiguous():
         raise ValueError(

@@ -2,7 +2,7 @@
 
 A broken driver can end or hang the process that uses it, so `measure` runs this program as a child with a time limit.
 
-    python -m pdserve.server.doctor.transfer_test TRANSPORT HOST [DEVICE ...]
+    python -m pdserve.server.doctor.trial_transfer TRANSPORT HOST [DEVICE ...]
 """
 
 import json

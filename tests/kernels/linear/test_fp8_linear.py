@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.linear.block_format import BlockScaled, common_row_group, supports_fp8
-from pdserve.kernels.linear.block_scaled import (
+from pdserve.kernels.linear.fp8_format import Fp8Matrix, common_row_group, supports_fp8
+from pdserve.kernels.linear.fp8_linear import (
     FEW_ROWS,
     Method,
-    block_scaled_gated_linear,
-    block_scaled_linear,
-    block_scaled_mlp,
     choose_method,
+    fp8_gated_linear,
+    fp8_linear,
+    fp8_mlp,
 )
 from pdserve.kernels.linear.quantise import quantise, quantise_reference, swiglu_quantise
 from pdserve.kernels.linear.swiglu import swiglu_reference
-from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled, moved
+from tests.kernels.fp8_matrices import draw_block_scaled, draw_row_scaled, moved
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -62,8 +62,8 @@ def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int,
     assert choose_method(rows, weight) == "exact"
     bias = torch.randn(out_size, generator=generator).to(device, dtype) if rows % 2 else None
     with poisoned(impl):
-        plain = block_scaled_linear(x, weight, bias, impl=impl)
-        gated = block_scaled_gated_linear(x, weight, bias, impl=impl)
+        plain = fp8_linear(x, weight, bias, impl=impl)
+        gated = fp8_gated_linear(x, weight, bias, impl=impl)
     expected = expected if bias is None else expected + bias.double()
     torch.testing.assert_close(plain.double(), expected, **tolerance(here, "exact"))
     gate, up = expected.chunk(2, dim=-1)
@@ -86,7 +86,7 @@ def test_many_rows_multiply_quantised_activations(
     expected = x.expanded().double() @ _expanded(weight).T
     bias = torch.randn(out_size, generator=generator).to(device, dtype) if rows % 2 else None
     with poisoned(impl):
-        found = block_scaled_linear(x, weight, bias, method="triton", impl=impl)
+        found = fp8_linear(x, weight, bias, method="triton", impl=impl)
     expected = expected if bias is None else expected + bias.double()
     torch.testing.assert_close(found.double(), expected, **tolerance(here, "triton"))
 
@@ -104,7 +104,7 @@ def test_many_rows_on_a_gpu_equal_the_reference(method: Method, rows: int, out_s
     weight = moved(draw_block_scaled(out_size, in_size, generator=generator), device)
     weight.scales.nan_to_num_(nan=0.0)
     expected = quantise_reference(x).expanded().double() @ _expanded(weight).T
-    found = block_scaled_linear(x, weight, method=method)
+    found = fp8_linear(x, weight, method=method)
     assert found.shape == expected.shape
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7)
 
@@ -124,7 +124,7 @@ def test_rowwise_products_have_a_scale_per_token(here: Place, rows: int, out_siz
     expected = expected if bias is None else expected + bias.double()
     methods: tuple[Method, ...] = ("triton",) if dtype == torch.float16 else ("rowwise", "triton")
     for method in methods:
-        found = block_scaled_linear(x, weight, bias, method=method, impl=impl)
+        found = fp8_linear(x, weight, bias, method=method, impl=impl)
         limits = {name: 8 * value for name, value in tolerance(here, method).items()}  # results are of order 8
         torch.testing.assert_close(found.double(), expected, **limits)
 
@@ -134,10 +134,10 @@ def test_reference_of_rowwise_products_quantises_by_row() -> None:
     x = torch.randn(FEW_ROWS + 1, 272, generator=generator)
     x[:, 0] = 50  # groups of columns have scales that differ from the row's
     weight = draw_row_scaled(48, 272, generator=generator)
-    found = block_scaled_linear(x, weight, method="rowwise", impl="reference")
+    found = fp8_linear(x, weight, method="rowwise", impl="reference")
     expected = quantise_reference(x, by_row=True).expanded() @ weight.expanded().T
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(found, block_scaled_linear(x, weight, method="triton", impl="reference"), atol=1e-3)
+    assert not torch.allclose(found, fp8_linear(x, weight, method="triton", impl="reference"), atol=1e-3)
 
 
 @pytest.mark.gpu
@@ -161,13 +161,13 @@ def test_many_rows_with_a_scale_per_row_are_rowwise_on_a_gpu(
     assert choose_method(rows, _drawn(out_size + 8, in_size, None, generator, device)) == "triton"
     expected = quantise_reference(x, by_row=True).expanded().double() @ _expanded(weight).T
     expected = expected if bias is None else expected + bias.double()
-    found = block_scaled_linear(x, weight, bias)
+    found = fp8_linear(x, weight, bias)
     assert found.shape == expected.shape
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-6)
     down = _drawn(in_size, out_size // 2, None, generator, device)
     gated = swiglu_reference(found)
     expected = gated.double() @ _expanded(down).T
-    error = block_scaled_mlp(x, weight, down, bias).double() - expected
+    error = fp8_mlp(x, weight, down, bias).double() - expected
     assert error.norm() / expected.norm() < 0.05
 
 
@@ -235,7 +235,7 @@ def test_mlp_quantises_the_gate_of_many_rows() -> None:
             expected = gated.expanded() @ down.expanded().T
         else:
             expected = swiglu_reference(x @ gate_up.expanded().T) @ down.expanded().T
-        torch.testing.assert_close(block_scaled_mlp(x, gate_up, down), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(fp8_mlp(x, gate_up, down), expected, rtol=0, atol=1e-5)
 
 
 def test_rows_of_a_matrix_keep_their_scales() -> None:
@@ -250,28 +250,28 @@ def test_unsuitable_arguments_are_refused() -> None:
     weight = draw_block_scaled(64, 128, generator=torch.Generator().manual_seed(3))
     x = torch.zeros(FEW_ROWS + 1, 128)
     with pytest.raises(ValueError, match="as long as those of weight"):
-        block_scaled_linear(x[:, :64].contiguous(), weight)
+        fp8_linear(x[:, :64].contiguous(), weight)
     with pytest.raises(ValueError, match="at most 64 rows"):
-        block_scaled_linear(x, weight, method="exact")
+        fp8_linear(x, weight, method="exact")
     with pytest.raises(ValueError, match="an element for each row"):
-        block_scaled_linear(x, weight, torch.zeros(63))
+        fp8_linear(x, weight, torch.zeros(63))
     with pytest.raises(ValueError, match="cuBLAS takes no bias"):
-        block_scaled_linear(x, weight, torch.zeros(64), method="cublas")
+        fp8_linear(x, weight, torch.zeros(64), method="cublas")
     with pytest.raises(ValueError, match="rowwise product takes"):
-        block_scaled_linear(x, weight, method="rowwise")
+        fp8_linear(x, weight, method="rowwise")
     wide, grouped = draw_row_scaled(64, 256, generator=torch.Generator()), quantise_reference(torch.zeros(65, 256))
     with pytest.raises(ValueError, match="rowwise product takes"):
-        block_scaled_linear(grouped, wide, method="rowwise")
+        fp8_linear(grouped, wide, method="rowwise")
 
 
 def _drawn(
     out_size: int, in_size: int, row_group: int | None, generator: torch.Generator, device: torch.device
-) -> BlockScaled:
+) -> Fp8Matrix:
     """Random weights; without `row_group`, with a scale per row."""
     if row_group is None:
         return moved(draw_row_scaled(out_size, in_size, generator=generator), device)
     return moved(draw_block_scaled(out_size, in_size, generator=generator, row_group=row_group), device)
 
 
-def _expanded(weight: BlockScaled) -> torch.Tensor:
-    return BlockScaled(weight.values, weight.scales.nan_to_num(nan=0.0), weight.row_group).expanded().double()
+def _expanded(weight: Fp8Matrix) -> torch.Tensor:
+    return Fp8Matrix(weight.values, weight.scales.nan_to_num(nan=0.0), weight.row_group).expanded().double()

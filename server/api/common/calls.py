@@ -1,4 +1,4 @@
-"""Converts a `/generate` body to checked, tokenized prompts."""
+"""Calls of the generation routes: checked, tokenized prompts, which all dialects convert their bodies to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,12 @@ from ....scheduler.messages.frontend import Submit
 from ...text.output_text import TextRules
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
-from ..common.fields import FieldError, check_token_ids, check_within, parse_body
-from ..common.grammar_fields import NamedGrammar
-from ..common.limits import ContextLengthError, Limits
-from ..common.parsed_output import ParsedOutput
-from ..common.routing import CallShape, RoutingFields
-from ..common.sampling_fields import SamplingFields, check_samples, check_stop_regexes
-from .models import GenerateBody, NativeSampling, is_id_batch
+from .fields import FieldError, check_token_ids
+from .grammar_fields import NamedGrammar
+from .limits import ContextLengthError, Limits
+from .parsed_output import ParsedOutput
+from .routing import CallShape, RoutingFields
+from .sampling_fields import SamplingFields, check_samples, check_stop_regexes
 
 FieldsT = TypeVar("FieldsT", bound=RoutingFields)
 FieldsT_co = TypeVar("FieldsT_co", bound=RoutingFields, covariant=True)
@@ -45,22 +44,6 @@ class Call(Generic[FieldsT_co]):
     """For a chat: makes the object that collects the message of one output."""
     echoes: tuple[Echo, ...] = ()
     """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
-
-
-def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call[GenerateBody]:
-    """Check and tokenize a body. Pure and thread-safe; long bodies are parsed off the event loop."""
-    fields = parse_body(GenerateBody, body, limits.vocab_size)
-    prompt_ids, batched = _read_prompts(fields, limits, tokenizer)
-    shape = CallShape(len(prompt_ids), batched, samples=1)
-    given = shape.spread(fields.sampling_params, "sampling_params")
-    listed = isinstance(fields.sampling_params, list)
-    params = [
-        (sampling or NativeSampling(), f"sampling_params[{index}]." if listed else "sampling_params.")
-        for index, sampling in enumerate(given)
-    ]
-    logprobs = _read_logprobs(fields, prompt_ids, shape)
-    check_prompt_logprobs(prompt_ids, logprobs, params[0][0].samples, "logprob_start_len")
-    return make_call(fields, params, prompt_ids, batched, logprobs, limits, stream=fields.stream)
 
 
 MOST_PROMPT_LOGPROBS = 1 << 18
@@ -188,33 +171,3 @@ def _read_prompt(value: object, name: str, limits: Limits, tokenizer: Tokenizer)
     assert isinstance(value, str), "the model of the body admits text and token ids only"
     check_text(value, name, limits, tokenizer)
     return check_prompt(tuple(tokenizer.encode(value)) if value else (), name, limits)
-
-
-def _read_prompts(fields: GenerateBody, limits: Limits, tokenizer: Tokenizer) -> tuple[list[tuple[int, ...]], bool]:
-    text, input_ids = fields.text, fields.input_ids
-    if (text is None) == (input_ids is None):
-        given = "both were" if text is not None else "neither was"
-        raise FieldError("text", f"or input_ids: give exactly one of them; {given} given")
-    if text is not None:
-        return read_prompts(text, "text", isinstance(text, list), limits, tokenizer), isinstance(text, list)
-    assert input_ids is not None
-    batched = is_id_batch(input_ids)
-    return read_prompts(input_ids, "input_ids", batched, limits, tokenizer), batched
-
-
-def _read_logprobs(
-    fields: GenerateBody, prompts: list[tuple[int, ...]], shape: CallShape
-) -> list[LogprobParams | None]:
-    """Reads `return_logprob`, `top_logprobs_num` and `logprob_start_len`, in which -1 means output tokens only."""
-    if fields.return_logprob is fields.top_logprobs_num is fields.logprob_start_len is None:
-        return [None] * shape.prompts
-    wanted = shape.spread(fields.return_logprob, "return_logprob")
-    tops = shape.spread(fields.top_logprobs_num, "top_logprobs_num")
-    starts = shape.spread(fields.logprob_start_len, "logprob_start_len")
-    listed = isinstance(fields.logprob_start_len, list)
-    logprobs: list[LogprobParams | None] = []
-    for index, (ids, want, top, start) in enumerate(zip(prompts, wanted, tops, starts, strict=True)):
-        name = f"logprob_start_len[{index}]" if listed else "logprob_start_len"
-        first = -1 if start is None else check_within(start, name, -1, len(ids) - 1)
-        logprobs.append(LogprobParams(top=top or 0, start=None if first == -1 else first) if want else None)
-    return logprobs

@@ -28,7 +28,7 @@ _SCALE_ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
-class BlockScaled:
+class Fp8Matrix:
     """One matrix, or one per expert. See the module docstring."""
 
     values: torch.Tensor  # [..., rows, columns] float8_e4m3fn
@@ -36,7 +36,7 @@ class BlockScaled:
     row_group: int = BLOCK
 
     @staticmethod
-    def allocate(*shape: int, row_group: int = BLOCK, device: torch.device) -> "BlockScaled":
+    def allocate(*shape: int, row_group: int = BLOCK, device: torch.device) -> "Fp8Matrix":
         """Uninitialised values and scales; the padding of the scales is 0."""
         *batch, rows, columns = shape
         blocks = ceil_div(columns, BLOCK)
@@ -44,30 +44,30 @@ class BlockScaled:
             *batch, ceil_div(rows, row_group), round_up(blocks, _SCALE_ALIGNMENT), dtype=torch.float32, device=device
         )
         scales[..., blocks:] = 0
-        return BlockScaled(torch.empty(shape, dtype=FP8, device=device), scales, row_group)
+        return Fp8Matrix(torch.empty(shape, dtype=FP8, device=device), scales, row_group)
 
     @staticmethod
-    def allocate_by_row(*shape: int, device: torch.device) -> "BlockScaled":
+    def allocate_by_row(*shape: int, device: torch.device) -> "Fp8Matrix":
         """Uninitialised values, and a scale per row."""
         scales = torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device)
-        return BlockScaled(torch.empty(shape, dtype=FP8, device=device), scales, row_group=1)
+        return Fp8Matrix(torch.empty(shape, dtype=FP8, device=device), scales, row_group=1)
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, part: slice) -> "BlockScaled":
+    def __getitem__(self, part: slice) -> "Fp8Matrix":
         """A range of rows that begins at a multiple of `row_group`, or of experts."""
         start, stop, _ = part.indices(len(self))
         if self.values.ndim > 2:
-            return BlockScaled(self.values[start:stop], self.scales[start:stop], self.row_group)
+            return Fp8Matrix(self.values[start:stop], self.scales[start:stop], self.row_group)
         assert start >= stop or start % self.row_group == 0, f"row {start} is inside a block of {self.row_group}"
         scales = self.scales[start // self.row_group : ceil_div(stop, self.row_group)]
-        return BlockScaled(self.values[start:stop], scales, self.row_group)
+        return Fp8Matrix(self.values[start:stop], scales, self.row_group)
 
-    def experts(self) -> Iterator["BlockScaled"]:
+    def experts(self) -> Iterator["Fp8Matrix"]:
         """The matrix of each expert."""
         for values, scales in zip(self.values, self.scales, strict=True):
-            yield BlockScaled(values, scales, self.row_group)
+            yield Fp8Matrix(values, scales, self.row_group)
 
     @property
     def shape(self) -> torch.Size:
@@ -91,7 +91,7 @@ class BlockScaled:
         return self.values.float() * scales.repeat_interleave(BLOCK, -1)[..., :columns]
 
 
-Weight = torch.Tensor | BlockScaled | GroupScaled | GgufBlocks
+Weight = torch.Tensor | Fp8Matrix | GroupScaled | GgufBlocks
 
 
 def common_row_group(first_rows: Iterable[int]) -> int:

@@ -4,7 +4,6 @@ If the client disconnects, its requests are cancelled at once, also while no tok
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,15 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...scheduler.messages.frontend import Finished, FinishReason, Submit
-from ..engine.inbox import Inbox, Progress
-from ..engine.leader_client import LeaderClient
-from ..engine.prompt_hashes import hash_prompts
-from ..observability.loop_work import LoopWork
-from ..observability.request_ids import client_request_id, trace_context
-from .common.errors import EngineError, request_id_header
-from .common.outputs import Delta, Output
-from .common.rendering import Rendering
+from ....scheduler.messages.frontend import Finished, FinishReason, Submit
+from ...engine.inbox import Inbox, Progress
+from ...engine.leader_client import LeaderClient
+from ...engine.prompt_hashes import hash_prompts
+from ...observability.loop_work import LoopWork
+from ...observability.request_ids import client_request_id, trace_context
+from ..common.errors import EngineError, request_id_header
+from ..common.outputs import Delta, Output
+from ..common.rendering import Rendering
 
 INLINE_SIZE = 20_000
 """Of what is written on the event loop (`Output.unwritten`): about 10 ms."""
@@ -79,15 +78,15 @@ class GenerationResponse(Response):
     async def _send_whole(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
             received = await inbox.receive()
-            began_s = time.thread_time()
+            began_at = LoopWork.begin_piece()
             self._advance(received)
-            self._work.ended("output", began_s)
+            self._work.ended("output", began_at)
         if sum(output.unwritten for output in self._outputs) > INLINE_SIZE:
             body = await _in_thread(self._result)
         else:
-            began_s = time.thread_time()
+            began_at = LoopWork.begin_piece()
             body = self._result()
-            self._work.ended("the response", began_s)
+            self._work.ended("the response", began_at)
         self.headers.update({"Content-Type": "application/json", "Content-Length": str(len(body))})
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": body})
@@ -95,17 +94,14 @@ class GenerationResponse(Response):
     async def _stream_events(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
             received = await inbox.receive()
-            began_s = time.thread_time()
-            deltas = self._advance(received)
-            size = 0
-            for index, _ in deltas:
-                size += self._outputs[index].unwritten
+            began_at = LoopWork.begin_piece()
+            deltas, size = self._advance(received)
             if size > INLINE_SIZE:
-                self._work.ended("output", began_s)
+                self._work.ended("output", began_at)
                 encoded = await _in_thread(partial(self._encoded, deltas))
             else:
                 encoded = self._encoded(deltas)
-                self._work.ended("output", began_s)
+                self._work.ended("output", began_at)
             if not encoded:
                 continue
             if not self._started:
@@ -118,37 +114,38 @@ class GenerationResponse(Response):
 
     def _encoded(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         """The events for the new parts of outputs."""
-        encoded = []
+        events: list[object] = []
         for index, delta in deltas:
             output = self._outputs[index]
-            events = self._rendering.events(index, output, delta)
-            if events:
+            if new := self._rendering.events(index, output, delta):
                 output.unwritten = 0
-                encoded.append(_encode_events(events, self._rendering))
-        return b"".join(encoded)
+                events += new
+        return _encode_events(events, self._rendering)
 
     def _result(self) -> bytes:
         """The whole response."""
         return msgspec.json.encode(self._rendering.result(self._outputs))
 
-    def _advance(self, received: Sequence[Progress]) -> list[tuple[int, Delta]]:
-        """Add events to their outputs. Returns the new part of each output, with the output's index. An output that a
-        stop string has completed is ended in the leader.
+    def _advance(self, received: Sequence[Progress]) -> tuple[list[tuple[int, Delta]], int]:
+        """Add events to their outputs. Returns the new part of each output, with the output's index, and how much work
+        it is to write them (`Output.unwritten`). An output that a stop string has completed is ended in the leader.
 
         Raises EngineError for a failure before the first byte is sent.
         """
-        deltas = []
+        deltas, unwritten = [], 0
         for progress in received:
             index = self._indices[progress.rid]
             output = self._outputs[index]
             was_complete = output.complete
             deltas.append((index, output.advance(progress)))
-            if output.complete and not (was_complete or output.ended):
+            unwritten += output.unwritten
+            if progress.terminal is not None:
+                self._remaining -= 1
+                if output.failed is not None and not self._started:
+                    raise EngineError(output.failed)
+            elif output.complete and not was_complete:
                 self._leader.stop_early(output.rid)
-            self._remaining -= output.ended
-            if output.failed is not None and not self._started:
-                raise EngineError(output.failed)
-        return deltas
+        return deltas, unwritten
 
 
 async def _in_thread(write: Callable[[], bytes]) -> bytes:
@@ -175,12 +172,13 @@ def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool
 
 
 def _encode_events(events: Iterable[object], rendering: Rendering) -> bytes:
+    encode = msgspec.json.encode
+    if not rendering.named_events:
+        return b"".join([b"data: %b\n\n" % encode(event) for event in events])
     encoded = []
     for event in events:
-        if rendering.named_events:
-            assert isinstance(event, dict), "a named event has a type"
-            encoded.append(b"event: %b\n" % event["type"].encode())
-        encoded.append(b"data: %b\n\n" % msgspec.json.encode(event))
+        assert isinstance(event, dict), "a named event has a type"
+        encoded.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)))
     return b"".join(encoded)
 
 

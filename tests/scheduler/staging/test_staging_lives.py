@@ -1,4 +1,6 @@
-"""Both sides of staging over a channel that loses, repeats and reorders messages, with aborts and restarts at any time.
+"""Both sides of staging with aborts, restarts and new connections at any time.
+
+A connection delivers its messages once and in order, and ends with any of them undelivered.
 
 The simulator has a memory: writes change it while they run, and some change it after they were reported as failed.
 """
@@ -74,9 +76,8 @@ class Packet:
     message: StageMessage | Abort | WritersStopped | PrefillDone
 
     @property
-    def losable(self) -> bool:
-        """The reliable channel delivers all other messages."""
-        return isinstance(self.message, StageMessage)
+    def channel(self) -> tuple[InstanceId, bool]:
+        return self.instance, self.to_decode
 
 
 @dataclasses.dataclass
@@ -123,7 +124,7 @@ def units(offset: int, size_bytes: int) -> range:
     return range(offset // ALIGNMENT, -(-(offset + size_bytes) // ALIGNMENT))
 
 
-class LossyStaging(RuleBasedStateMachine):
+class StagingLives(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(2, 8), part_units=st.lists(st.integers(1, 8), min_size=MOST_REGIONS, max_size=MOST_REGIONS)
     )
@@ -149,10 +150,7 @@ class LossyStaging(RuleBasedStateMachine):
         self.decode = InstanceId(f"decode-{self.epoch}")
         self.key_numbers = itertools.count(1)  # a restarted decode server uses the same keys again
         self.decode_effects: list[Effect] = []
-        rings = [
-            RankRing(StagingRing(self.capacity * ALIGNMENT, epoch=self.epoch), cell_bytes=CELL_BYTES)
-            for _ in range(RANKS)
-        ]
+        rings = [RankRing(StagingRing(self.capacity * ALIGNMENT), cell_bytes=CELL_BYTES) for _ in range(RANKS)]
         self.pages = PageAllocator[KvPage](MOST_TOKENS)
         self.pages.grant("all, so that transfers can share them", MOST_TOKENS)
         self.grants: dict[TransferKey, PageGrant[KvPage]] = {}
@@ -177,7 +175,7 @@ class LossyStaging(RuleBasedStateMachine):
             StagedRegion(region, ring, len(region.heads) * CELL_BYTES, count * ALIGNMENT)
             for region, count in zip(REGIONS[server], self.part_units, strict=False)
         ]
-        self.senders[self.servers[server]].peer_up(self.decode, staged)
+        self.senders[self.servers[server]].regions[self.decode] = staged
         self.receiver.peer_up(self.servers[server], staged)
 
     # -- moves -------------------------------------------------------------------------------------------------
@@ -194,7 +192,7 @@ class LossyStaging(RuleBasedStateMachine):
         if any(transfer.uncomputed for transfer in self.transfers.values()):
             moves += [self.compute] * 4
         if self.packets:
-            moves += [self.deliver] * 12 + [self.repeat] * 2 + [self.lose]
+            moves += [self.deliver] * 12
         if self.writes:
             moves += [self.end_write] * 5 + [self.land_some] * 2
         if self.direct_writes:
@@ -203,7 +201,7 @@ class LossyStaging(RuleBasedStateMachine):
             moves += [self.end_scatter] * 3
         if open_transfers:
             moves += [self.decode_aborts, self.prefill_aborts]
-        moves += [self.restart]
+        moves += [self.restart, self.reconnect]
         data.draw(st.sampled_from(moves))(data)
         self.act()
 
@@ -225,7 +223,7 @@ class LossyStaging(RuleBasedStateMachine):
 
     def request_next(self, transfer: Transfer) -> None:
         chunk = transfer.unrequested.pop(0)
-        self.senders[transfer.instance].request((self.decode, transfer.key), chunk.start, chunk.stop, self.now)
+        self.senders[transfer.instance].request((self.decode, transfer.key), chunk.start, chunk.stop)
 
     def compute(self, data: st.DataObject) -> None:
         """The next chunk of a transfer is computed; its regions may not have been requested."""
@@ -239,7 +237,7 @@ class LossyStaging(RuleBasedStateMachine):
         self.computed |= {(transfer.key, token) for token in chunk}
         write = ChunkWrite(self.decode, transfer.key, chunk.start, chunk.stop, list(chunk), list(chunk))
         self.direct_writes.append((transfer.instance, write))
-        self.senders[transfer.instance].send(write, self.now)
+        self.senders[transfer.instance].send(write)
 
     def end_direct_write(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.direct_writes) - 1))
@@ -250,7 +248,7 @@ class LossyStaging(RuleBasedStateMachine):
         if not ok and write.instance == self.decode:
             self.transfers[write.key].broken = True
         ended = ChunkWritten(write.instance, write.key, write.token_start, write.token_end, ok, "" if ok else "broken")
-        self.senders[instance].chunk_written(ended, self.now)
+        self.writes_ended(instance, write.instance, write.key, self.senders[instance].chunk_written(ended), ok=ok)
 
     def end_write(self, data: st.DataObject) -> None:
         running = [write for write in self.writes if write.ends_at is None]
@@ -269,7 +267,21 @@ class LossyStaging(RuleBasedStateMachine):
         elif self.is_current(write):
             self.transfers[write.part.key].broken = True
         written = PartWritten(write.command.instance, write.part, ok, "" if ok else "broken", late, 1, 1)
-        self.senders[write.instance].part_written(written, self.now)
+        chunk = self.senders[write.instance].part_written(written)
+        self.writes_ended(write.instance, write.command.instance, write.part.key, chunk, ok=ok)
+
+    def writes_ended(
+        self, prefill: InstanceId, decode: InstanceId, key: TransferKey, chunk: ChunkWritten | None, *, ok: bool
+    ) -> None:
+        """As the transitions of prefill do: count the chunk, and stop the transfer after a failure."""
+        transfer = self.transfers.get(key) if decode == self.decode else None
+        if transfer is None:
+            return
+        if transfer.instance == prefill and chunk is not None:
+            self.chunk_ended(transfer, chunk)
+        if not ok:
+            assert transfer.broken
+            self.abort_on_prefill(transfer)
 
     def is_current(self, write: Write) -> bool:
         """Whether a write goes to the running decode server and not to an earlier one."""
@@ -324,7 +336,8 @@ class LossyStaging(RuleBasedStateMachine):
         transfer.unrequested, transfer.uncomputed = [], []
         if not transfer.prefill_ended and not transfer.aborted_by_prefill:
             transfer.aborted_by_prefill = True
-            self.senders[transfer.instance].abort((self.decode, transfer.key), "aborted", self.now)
+            for chunk in self.senders[transfer.instance].stop((self.decode, transfer.key)):
+                self.chunk_ended(transfer, chunk)
 
     def restart(self, data: st.DataObject) -> None:
         target = data.draw(st.sampled_from([*REGIONS, "decode", *["none"] * 3]))
@@ -334,16 +347,36 @@ class LossyStaging(RuleBasedStateMachine):
             self.restart_prefill(target)
 
     def restart_decode(self) -> None:
-        """Staging messages may still arrive in both directions, others are lost. Running writes report their end."""
-        self.packets = [packet for packet in self.packets if packet.losable]
+        """Running writes report their end."""
         for transfer in self.transfers.values():
             self.abort_on_prefill(transfer)
         for sender in self.senders.values():
-            sender.peer_lost(self.decode)
-            sender.peer_closed(self.decode)
+            del sender.regions[self.decode]
+        for effects in self.effects.values():
+            effects.clear()
+        self.packets.clear()
         self.start_decode()
         for server in REGIONS:
             self.connect(server)
+
+    def reconnect(self, data: st.DataObject) -> None:
+        """A connection ends, and the same two instances pair again. What they send when they notice that is dropped, or
+        sent over the new connection if they notice it late.
+        """
+        server, late = data.draw(st.sampled_from([*REGIONS])), data.draw(st.booleans())
+        instance = self.servers[server]
+        self.packets = [packet for packet in self.packets if packet.instance != instance]
+        for transfer in self.transfers.values():
+            if transfer.instance == instance:
+                transfer.broken = True
+                self.close(transfer.key, tell=late)
+                self.abort_on_prefill(transfer)
+                transfer.prefill_ended |= not transfer.sending
+        self.receiver.peer_closed(instance, self.now)
+        if not late:
+            self.effects[instance].clear()
+            self.decode_effects.clear()
+        self.connect(server)
 
     def restart_prefill(self, server: int) -> None:
         """Its writes end with it; bytes that its kernel had taken may land for a while."""
@@ -353,6 +386,7 @@ class LossyStaging(RuleBasedStateMachine):
         for write in self.writes:
             if write.instance == old and write.ends_at is None:
                 write.ends_at = self.now + QUARANTINE_S
+        self.packets = [packet for packet in self.packets if packet.instance != old]
         self.receiver.peer_closed(old, self.now)
         self.start_prefill(server)
         for transfer in self.transfers.values():
@@ -362,17 +396,9 @@ class LossyStaging(RuleBasedStateMachine):
                 self.close(transfer.key, tell=False)
 
     def deliver(self, data: st.DataObject) -> None:
-        self.receive(self.packets.pop(data.draw(st.integers(0, len(self.packets) - 1))))
-
-    def repeat(self, data: st.DataObject) -> None:
-        losable = [packet for packet in self.packets if packet.losable]
-        if losable:
-            self.receive(data.draw(st.sampled_from(losable)))
-
-    def lose(self, data: st.DataObject) -> None:
-        losable = [packet for packet in self.packets if packet.losable]
-        if losable:
-            self.packets.remove(data.draw(st.sampled_from(losable)))
+        channel = data.draw(st.sampled_from(self.packets)).channel
+        at = next(at for at, packet in enumerate(self.packets) if packet.channel == channel)
+        self.receive(self.packets.pop(at))
 
     def wait_a_while(self, data: st.DataObject) -> None:
         self.wait(data.draw(st.sampled_from([0.5, 1.5, 6.0])))
@@ -381,8 +407,6 @@ class LossyStaging(RuleBasedStateMachine):
         self.now += seconds
         self.writes = [write for write in self.writes if write.ends_at is None or write.ends_at > self.now]
         self.receiver.due(self.now)
-        for sender in self.senders.values():
-            sender.due(self.now)
 
     # -- messages and effects ----------------------------------------------------------------------------------
 
@@ -402,8 +426,10 @@ class LossyStaging(RuleBasedStateMachine):
                     raise AssertionError(message)
         elif instance in self.senders:
             match message:
-                case StageGrant() | StageFree():
-                    self.senders[instance].receive(self.decode, message, self.now)
+                case StageGrant():
+                    assert self.senders[instance].granted(self.decode, message) is None
+                case StageFree():
+                    pass
                 case Abort(key):
                     self.abort_on_prefill(self.transfers[key])
                 case _:
@@ -425,9 +451,6 @@ class LossyStaging(RuleBasedStateMachine):
                     raise AssertionError(effect)
         self.decode_effects.clear()
         for instance, effects in self.effects.items():
-            for ended in self.senders[instance].take_ended():
-                if ended.instance == self.decode:
-                    self.chunk_ended(ended)
             for effect in effects:
                 match effect:
                     case SendToPeer(message=StageRequest() | StageArrived() | StageStopped() as message):
@@ -443,13 +466,9 @@ class LossyStaging(RuleBasedStateMachine):
         for transfer in self.transfers.values():
             self.check_prefill_end(transfer)
 
-    def chunk_ended(self, ended: ChunkWritten) -> None:
-        transfer = self.transfers[ended.key]
+    def chunk_ended(self, transfer: Transfer, ended: ChunkWritten) -> None:
         transfer.sending -= 1
         transfer.late_writes |= ended.late_writes
-        if not ended.ok:
-            assert transfer.broken, ended.reason
-            self.abort_on_prefill(transfer)
 
     def check_prefill_end(self, transfer: Transfer) -> None:
         """Prefill reports that a transfer is done, or has stopped, when all its chunks have ended."""
@@ -516,15 +535,15 @@ class LossyStaging(RuleBasedStateMachine):
             self.wait(0.5)
             self.act()
             busy = self.receiver._parts or self.receiver._transfers or self.packets
-            if not busy and not any(sender._parts for sender in self.senders.values()):
+            if not busy and not any(sender.parts for sender in self.senders.values()):
                 break
         self.receiver.check_integrity(idle=True)
         assert all((one.ring.waiting, one.ring.granted_bytes) == (0, 0) for one in self.receiver._rings)
-        assert not any(sender._parts or sender._chunks for sender in self.senders.values()), "a part is left"
+        assert not any(sender._chunks for sender in self.senders.values()), "a chunk is left"
         for transfer in self.transfers.values():
             assert not transfer.open
             assert transfer.landed or transfer.broken
 
 
-LossyStaging.TestCase.settings = settings(max_examples=examples(80, 25), stateful_step_count=80, deadline=None)
-TestLossyStaging = LossyStaging.TestCase
+StagingLives.TestCase.settings = settings(max_examples=examples(80, 25), stateful_step_count=80, deadline=None)
+TestStagingLives = StagingLives.TestCase

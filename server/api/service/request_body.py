@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from starlette.requests import Request
 
-from ...common.errors import ClientError, OverloadedError, TooLargeError
-from ...common.words import shown
+from ....common.errors import ClientError, OverloadedError, TooLargeError
+from ....common.words import shown
+from ..common.fields import BodyError
 from .arriving_bodies import ArrivingBodies
-from .common.fields import BodyError
 
 BODY_TIMEOUT_S = 60.0
 GZIP_FORMAT = 16 + zlib.MAX_WBITS

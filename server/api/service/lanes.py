@@ -6,16 +6,15 @@ other long texts. After a long text, freed memory is returned to the system.
 
 import asyncio
 import ctypes
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import Request
 
-from ...common.errors import OverloadedError
-from ...common.machine.cpus import usable_cpus
-from ..observability.loop_work import LoopWork
+from ....common.errors import OverloadedError
+from ....common.machine.cpus import usable_cpus
+from ...observability.loop_work import LoopWork
 from .generation import run_until_disconnect
 
 INLINE_BYTES = 16 << 10
@@ -93,11 +92,11 @@ class Lanes:
         lane, because the context length of the model does not bound them.
         """
         if len(body) <= INLINE_BYTES:
-            began_s = time.thread_time()
+            began_at = LoopWork.begin_piece()
             try:
                 return parse(body)
             finally:
-                LoopWork.of(request.scope).ended("parsing", began_s)
+                LoopWork.of(request.scope).ended("parsing", began_at)
         if len(body) <= LONG_BYTES:
             return await self._medium.run(request, len(body), lambda: parse(body))
 

@@ -1,6 +1,6 @@
 """SGLang's native dialect as models: the `/generate` body and its replies.
 
-Reply types describe what native/replies.py writes, which encodes growing parts only once.
+Reply types describe what replies.py writes, which encodes growing parts only once.
 """
 
 from typing import Annotated, Literal, NotRequired
@@ -11,9 +11,7 @@ from typing_extensions import TypedDict
 from ..common.errors import ErrorObject
 from ..common.fields import EACH, ONE, Boolean, FirstError, Integer, OneOrEach, Text, TokenIds, Within, optional
 from ..common.routing import RoutingFields
-from ..common.sampling_fields import SamplingFields
-
-MAX_TOP_LOGPROBS = 20
+from ..common.sampling_fields import MAX_TOP_LOGPROBS, SamplingFields
 
 
 class NativeSampling(SamplingFields):

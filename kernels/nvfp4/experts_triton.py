@@ -1,4 +1,4 @@
-"""Triton kernels for weights in NVFP4 (nvfp4.py): products of few rows of x, of tiles of tokens, and expansion.
+"""Triton kernel for experts in NVFP4 (nvfp4_experts.py).
 
 A program multiplies a block of weight rows (outputs) with a tile of rows of x, over a range of columns. A step of its
 loop reads the bytes of one block of columns and two groups of their scales, and multiplies the low halves with the
@@ -13,19 +13,18 @@ import triton.language as tl
 
 from ...common.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, shared_memory
-from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part
 from ..linear.few_rows_triton import find_rows
 from ..linear.row_tiles import RowTiles
 from ..moe.packed_experts_triton import column_splits, store_result
 from ..packed4.unpack_triton import e2m1
-from .nvfp4 import GROUP, Nvfp4Matrix
+from .nvfp4 import GROUP
+from .nvfp4_experts import Nvfp4Experts
 
 _GROUP = tl.constexpr(GROUP)
 _STAGE_BYTES = 48 << 10
 """Shared memory of a program for loads in flight: four programs of few rows fit a multiprocessor."""
-_AHEAD = 512
-"""Bytes of a row that are prefetched into L2 before the input is ready."""
 _SHIFT = tl.constexpr(256.0)
 """Values times scales are in registers divided by this, so that the factor of `_ASM` fits 16 bits."""
 
@@ -102,13 +101,12 @@ def _unpack(packed, low_scales, high_scales):
         return e2m1(packed & 15) * low_scales, e2m1(packed >> 4) * high_scales
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
-def _nvfp4(
+@triton.jit(do_not_specialize=["splits"])
+def _experts(
     x_ptr,
     packed_ptr,
     scales_ptr,
     factors_ptr,
-    bias_ptr,
     out_ptr,
     sums_ptr,
     counters_ptr,
@@ -116,7 +114,6 @@ def _nvfp4(
     ends_ptr,
     expert_ptr,
     first_ptr,
-    rows,
     weight_rows,
     out_size,
     in_size,
@@ -125,8 +122,6 @@ def _nvfp4(
     block_stride,
     splits,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUPED: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     PER_TOKEN: tl.constexpr,
@@ -135,7 +130,6 @@ def _nvfp4(
     OUTPUTS: tl.constexpr,
     SPLIT: tl.constexpr,
     WHOLE: tl.constexpr,
-    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -158,24 +152,15 @@ def _nvfp4(
     share = (blocks + splits - 1) // splits
     begin = split * share
     end = tl.minimum(begin + share, blocks)
-    if GROUPED:
-        if OVERLAP:
-            wait_for_previous()
-        expert = tl.load(expert_ptr + tile)
-        if expert < 0:
-            return
-        exists, source, target = find_rows(
-            order_ptr, ends_ptr, first_ptr, tile, expert, row, PER_TOKEN, GATHER, SCATTER
-        )
-        packed_ptr += expert.to(tl.int64) * weight_rows * row_bytes
-        scales_ptr += expert.to(tl.int64) * scales_stride
-        factors_ptr += expert.to(tl.int64) * weight_rows
-    else:
-        exists, source, target = row < rows, row, row
-        if OVERLAP:
-            line = tl.minimum(begin * HALF + tl.arange(0, AHEAD // 128) * 128, row_bytes - 1)
-            prefetch(packed_ptr + number.to(tl.int64)[:, None] * row_bytes + line[None, :])
-            wait_for_previous()
+    if OVERLAP:
+        wait_for_previous()
+    expert = tl.load(expert_ptr + tile)
+    if expert < 0:
+        return
+    exists, source, target = find_rows(order_ptr, ends_ptr, first_ptr, tile, expert, row, PER_TOKEN, GATHER, SCATTER)
+    packed_ptr += expert.to(tl.int64) * weight_rows * row_bytes
+    scales_ptr += expert.to(tl.int64) * scales_stride
+    factors_ptr += expert.to(tl.int64) * weight_rows
     groups: tl.constexpr = HALF // _GROUP
     group = tl.arange(0, groups)[:, None, None]
     place = group * _GROUP + tl.arange(0, _GROUP)[None, :, None]
@@ -207,7 +192,7 @@ def _nvfp4(
             total = add_parts(sums_ptr, place_of_sums, splits, ROWS, OUTPUTS)
             store_result(
                 total,
-                bias_ptr,
+                None,
                 out_ptr,
                 out_size,
                 0.0,
@@ -217,34 +202,25 @@ def _nvfp4(
                 output,
                 GATED,
                 False,
-                BIAS,
+                False,
                 ROWS,
                 OUTPUTS,
             )
     else:
         store_result(
-            acc, bias_ptr, out_ptr, out_size, 0.0, number, target, exists, output, GATED, False, BIAS, ROWS, OUTPUTS
+            acc, None, out_ptr, out_size, 0.0, number, target, exists, output, GATED, False, False, ROWS, OUTPUTS
         )
 
 
-def launch_nvfp4(
-    x: torch.Tensor,
-    weight: Nvfp4Matrix,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    gated: bool,
-    tiles: RowTiles | None = None,
-    gather: bool = False,
+def launch_experts(
+    x: torch.Tensor, weight: Nvfp4Experts, out: torch.Tensor, tiles: RowTiles, *, gated: bool, gather: bool
 ) -> None:
-    """Fill `out` [rows, outputs]: for all rows of x, at most 64, or for the rows of `tiles`. RowTiles describes
-    `gather`.
-    """
+    """Fill `out` [rows, outputs] for the rows of `tiles`. RowTiles describes `gather`."""
     if len(out) == 0:
         return
     *_, weight_rows, row_bytes = weight.packed.shape
-    rows = max(16, triton.next_power_of_2(len(x) if tiles is None else tiles.rows))
-    outputs, row_tiles = 64 if rows <= 32 else 128, 1 if tiles is None else len(tiles.expert)
+    rows, row_tiles = max(16, triton.next_power_of_2(tiles.rows)), len(tiles.expert)
+    outputs = 64 if rows <= 32 else 128
     programs, blocks = ceil_div(weight_rows, outputs), row_bytes // weight.half
     splits = column_splits(programs * row_tiles, blocks, x.device)
     sums = counters = out  # not read
@@ -255,17 +231,18 @@ def launch_nvfp4(
     stage = outputs * weight.half + 2 * rows * weight.half * x.itemsize
     stages = min(8, min(_STAGE_BYTES, shared_memory(x.device)) // stage, ceil_div(blocks, splits))
     scales = weight.scales.view(torch.uint8)
-    _nvfp4[(programs, row_tiles, splits)](
+    _experts[(programs, row_tiles, splits)](
         x,
         weight.packed,
         scales,
         weight.factors,
-        bias,
         out,
         sums,
         counters,
-        *((None,) * 4 if tiles is None else (tiles.order, tiles.ends, tiles.expert, tiles.first)),
-        len(x),
+        tiles.order,
+        tiles.ends,
+        tiles.expert,
+        tiles.first,
         weight_rows,
         out.shape[1],
         weight.columns,
@@ -274,74 +251,16 @@ def launch_nvfp4(
         scales.stride(-3),
         splits,
         GATED=gated,
-        BIAS=bias is not None,
-        GROUPED=tiles is not None,
         GATHER=gather,
-        SCATTER=tiles is not None and not gather,
-        PER_TOKEN=1 if tiles is None else tiles.per_token,
+        SCATTER=not gather,
+        PER_TOKEN=tiles.per_token,
         HALF=weight.half,
         ROWS=rows,
         OUTPUTS=outputs,
         SPLIT=splits > 1,
         WHOLE=weight.columns == 2 * row_bytes,
-        AHEAD=_AHEAD,
         PRECISION="tf32" if x.itemsize == 2 else "ieee",
         num_warps=2 if rows <= 32 else 8,
         num_stages=max(2, stages),
         **overlap_options(x.device),
-    )
-
-
-@triton.jit
-def _expand(
-    packed_ptr,
-    scales_ptr,
-    factors_ptr,
-    out_ptr,
-    rows,
-    columns,
-    row_bytes,
-    block_stride,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        start_next()
-        wait_for_previous()
-    block = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = (row < rows)[None, None, :]
-    number = tl.where(row < rows, row, 0)
-    groups: tl.constexpr = HALF // _GROUP
-    group = tl.arange(0, groups)[:, None, None]
-    place = group * _GROUP + tl.arange(0, _GROUP)[None, :, None]
-    packed = tl.load(packed_ptr + number.to(tl.int64)[None, None, :] * row_bytes + block * HALF + place)
-    scales = scales_ptr + block.to(tl.int64) * block_stride + number[None, None, :] * (2 * groups) + group
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    low, high = _unpack(packed, _scales(tl.load(scales), dtype), _scales(tl.load(scales + groups), dtype))
-    factor = (tl.load(factors_ptr + number) * _SHIFT)[None, None, :]
-    first = block * (2 * HALF) + place
-    out = out_ptr + number.to(tl.int64)[None, None, :] * columns + first
-    tl.store(out, (low.to(tl.float32) * factor).to(dtype), mask=inside & (first < columns))
-    tl.store(out + HALF, (high.to(tl.float32) * factor).to(dtype), mask=inside & (first + HALF < columns))
-
-
-def launch_expand(weight: Nvfp4Matrix, out: torch.Tensor) -> None:
-    """Fill `out` [rows, columns] with one matrix, which may be a range of rows of a larger one."""
-    rows, row_bytes = weight.packed.shape
-    scales, tile = weight.scales.view(torch.uint8), 4096 // weight.half
-    _expand[(row_bytes // weight.half, ceil_div(rows, tile))](
-        weight.packed,
-        scales,
-        weight.factors,
-        out,
-        rows,
-        weight.columns,
-        row_bytes,
-        scales.stride(0),
-        HALF=weight.half,
-        ROWS=tile,
-        num_warps=4,
-        **overlap_options(out.device),
     )

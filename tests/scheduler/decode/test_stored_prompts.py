@@ -133,7 +133,9 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
 
 
 def with_history(prompt: list[int]) -> Decode:
-    """A server with `local_prefill` auto that has written a conversation to the store. Prefill is as fast as it is."""
+    """A server with `local_prefill` auto that has written a conversation to the store. Prefill is as fast as it is, and
+    a decode step takes 10 ms.
+    """
     decode = Decode("auto")
     decode.scheduler.placer._first_at = -100.0  # it has waited for a prefill server
     decode.turn()
@@ -144,6 +146,9 @@ def with_history(prompt: list[int]) -> Decode:
     for rate in (rates.prefilled_tokens, rates.local_tokens):
         for tokens in (16, 64, 512, 2048):
             rate.measured(tokens, tokens / 10_000)
+    times = decode.scheduler.dispatcher.local.times
+    times.started(1, 0, decode.now)
+    times.ended(decode.now + 0.01)
     decode.scheduler.peer_up(PrefillPeer(InstanceId("prefill"), {"a:1"}))
     return decode
 

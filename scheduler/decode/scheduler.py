@@ -370,7 +370,8 @@ class DecodeScheduler:
         """Do work that would delay a step: call it when no step can start."""
         if self.memory.write_backs:
             self.memory.send_write_backs()
-        self.memory.inserts.add_some(running=bool(self.rooms.batch.running))
+        if (inserts := self.memory.inserts).of_arrived or inserts.of_ended:
+            inserts.add_some(running=bool(self.rooms.batch.running))
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the sampled token of each row, then the results of chunks. Results of requests that ended during the

@@ -450,7 +450,8 @@ class Transitions:
                 continue
             if self._memory.pages_pending:
                 return False
-            if self._memory.inserts.drop_ended():
+            if self._memory.inserts.of_ended:
+                self._memory.inserts.drop_ended()
                 continue
             runs = self._batch
             victim = _least_important(self._able_to_yield((*runs.arrived, *runs.ready, *runs.running)))

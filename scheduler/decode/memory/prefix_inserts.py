@@ -37,18 +37,14 @@ class PrefixInserts:
         self._cache = cache
         self._kv_store = kv_store
         self._page_size = page_size
-        self._arrived: collections.deque[Request] = collections.deque()
+        self.of_arrived: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not added yet; some may have ended or been retracted."""
-        self._ended: collections.deque[_Ended] = collections.deque()
-
-    @property
-    def idle(self) -> bool:
-        """Whether no pages are held to be added."""
-        return not self._ended
+        self.of_ended: collections.deque[_Ended] = collections.deque()
+        """Their pages are held to be added."""
 
     def arrived(self, request: Request) -> None:
         """The KV of its prompt is in its pages."""
-        self._arrived.append(request)
+        self.of_arrived.append(request)
 
     def ended(self, request: Request, tokens: Sequence[int]) -> None:
         """A request has finished, whose pages have the KV of `tokens`. Call this before its memory is released. If many
@@ -61,7 +57,7 @@ class PrefixInserts:
             self._add_ended(ended, len(tokens))
         else:
             self._holds.hold(request.grant)
-            self._ended.append(ended)
+            self.of_ended.append(ended)
 
     def keep(self, tokens: Sequence[int], grant: PageGrant[KvPage], inserted: InsertedPrefix) -> None:
         """Add all full pages of a finished request, and offer them to the KV store."""
@@ -73,29 +69,27 @@ class PrefixInserts:
         """Add a few pages. Call it when the ranks have their next step: to add all pages of a long prompt at once would
         delay its first token, and the tokens of others, by milliseconds.
         """
-        while self._arrived and (self._arrived[0].grant is None or self._arrived[0].state not in WITH_KV):
-            self._arrived.popleft()
-        if self._arrived:
-            request = self._arrived[0]
+        while self.of_arrived and (self.of_arrived[0].grant is None or self.of_arrived[0].state not in WITH_KV):
+            self.of_arrived.popleft()
+        if self.of_arrived:
+            request = self.of_arrived[0]
             tokens, grant, inserted = request.prompt_ids, request.grant, request.inserted
             assert grant is not None, f"{request.rid} is {request.state.name} without pages"
             end = (max(inserted.pages, grant.freed) + PAGES_INSERTED) * self._page_size
             self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
             if end >= len(tokens) or request.inserted.complete:
-                self._arrived.popleft()
-        elif self._ended:
-            ended = self._ended[0]
+                self.of_arrived.popleft()
+        elif self.of_ended:
+            ended = self.of_ended[0]
             done = max(ended.request.inserted.pages, ended.request.prompt.inserted.pages, ended.grant.freed)
             end = (done + (PAGES_INSERTED if running else PAGES_AT_ONCE)) * self._page_size
             if self._add_ended(ended, end):
-                self._holds.release(self._ended.popleft().grant)
+                self._holds.release(self.of_ended.popleft().grant)
 
-    def drop_ended(self) -> bool:
-        """Give up the pages that are held to be added: a request needs some. Returns whether there were any."""
-        dropped, self._ended = self._ended, collections.deque()
-        for ended in dropped:
-            self._holds.release(ended.grant)
-        return bool(dropped)
+    def drop_ended(self) -> None:
+        """Give up the pages that are held to be added: a request needs some."""
+        while self.of_ended:
+            self._holds.release(self.of_ended.popleft().grant)
 
     def _add_ended(self, ended: _Ended, end: int) -> bool:
         """Add its pages with the tokens before `end`, those of its prompt for all samples: 16 samples of a prompt of
@@ -106,8 +100,9 @@ class PrefixInserts:
         prompt, inserted, last = request.prompt, request.inserted, request.prompt.inserted.node
         if last is not None and grant.pages[prompt.inserted.pages - 1] == last.page:
             inserted.continue_at(prompt.inserted)
-        self._cache.insert(tokens, grant.pages, inserted, end=min(end, len(prompt.token_ids)), freed=grant.freed)
-        prompt.inserted.continue_at(inserted)
+        if end < len(tokens) or len(prompt.members) > 1:
+            self._cache.insert(tokens, grant.pages, inserted, end=min(end, len(prompt.token_ids)), freed=grant.freed)
+            prompt.inserted.continue_at(inserted)
         if end < len(tokens) and not inserted.complete:
             return False
         self.keep(tokens, grant, inserted)

@@ -56,7 +56,7 @@ class RequestMemory:
     @property
     def idle(self) -> bool:
         """Nobody but a running request may touch pages."""
-        return self.holds.idle and not self.copies.in_flight and self.inserts.idle
+        return self.holds.idle and not self.copies.in_flight and not self.inserts.of_ended
 
     # -- before the batch ----------------------------------------------------------------------------------------
 

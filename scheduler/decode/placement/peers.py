@@ -195,7 +195,7 @@ class PrefillPeers:
         self._mode: DispatchSetting = mode
         self._peers: dict[InstanceId, PrefillPeer] = {}
         self.any_beside = False
-        """A server computes on the GPU or the CPU cores of this one."""
+        """A server computes on the GPU of this one."""
         self._lost_at: dict[str | None, float] = {}
         """For each endpoint without a server: when its last server was lost. The key None stands for all endpoints: it
         is set while there is no server at all.
@@ -205,7 +205,7 @@ class PrefillPeers:
 
     def up(self, peer: PrefillPeer) -> None:
         self._peers[peer.instance] = peer
-        self.any_beside |= peer.shares_device
+        self.any_beside |= peer.shares_gpu
         self._found(peer.endpoints)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -217,7 +217,7 @@ class PrefillPeers:
     def lost(self, instance: InstanceId, now: float) -> None:
         peer = self._peers.pop(instance, None)
         if peer is not None:
-            self.any_beside = any(other.shares_device for other in self._peers.values())
+            self.any_beside = any(other.shares_gpu for other in self._peers.values())
             self._note_absence(peer, now)
 
     def leaving(self, instance: InstanceId, now: float) -> None:

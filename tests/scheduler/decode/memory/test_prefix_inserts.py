@@ -122,7 +122,7 @@ def test_running_request_takes_pages_that_are_held_to_be_added() -> None:
         scheduler.step_done(step.command_id, [StepResult((TokenLogprob(7, None),), ())], 0.0)
         scheduler.advance(0.0)
     assert scheduler.counters["retractions"] == 0
-    assert scheduler.memory.inserts.idle
+    assert not scheduler.memory.inserts.of_ended
     scheduler.check_integrity()
 
 

@@ -427,8 +427,10 @@ class DecodeScheduler:
 
     @property
     def idle(self) -> bool:
-        """No request, no page in quarantine, no command and no copy in flight."""
-        return not self.requests and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
+        """No request, and nobody else may touch pages: no command, copy, verification or remote writer."""
+        staging = self.rooms.prefilling.staging
+        busy = self.requests or (staging is not None and not staging.idle)
+        return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
     def waiting_tokens(self) -> int:

@@ -25,8 +25,6 @@ from ...common.errors import (
     UnavailableError,
 )
 from ...common.sampling import JSON_RULES, TokenLogprob
-from ...memory.index_spaces import KvPage
-from ...memory.pages import PageGrant
 from ...transfer.protocol.messages import InstanceId, PrefillDone, TransferFailed, TransferKey
 from ..chunking.chunk_queue import Chunk
 from ..messages.effects import ConnectPeer, SendToFrontend
@@ -68,8 +66,6 @@ class Transitions:
         self.starving = False
         """A running request waits for a page: the next free pages are for it."""
         self._prompt_ids = itertools.count(1)
-        self._verifying: dict[TransferKey, PageGrant[KvPage]] = {}
-        """Holds of the pages that the ranks verify, also of transfers that were given up meanwhile."""
         self._eos_token_ids = eos_token_ids
         self._limits = resources.limits
         self._memory = resources.memory
@@ -236,7 +232,7 @@ class Transitions:
         if prompt is None or attempt is None or (done := attempt.done) is None or not self._prefilling.landed(prompt):
             return
         if self._limits.verify_kv and not attempt.verified:
-            if key not in self._verifying:
+            if key not in self._memory.holds.verifying:
                 self._verify(prompt, attempt, now)
             return
         if attempt.hot_pages and self._memory.copies.of(attempt) is not None:
@@ -265,13 +261,13 @@ class Transitions:
     def _verify(self, prompt: Prompt, attempt: Attempt, now: float) -> None:
         """Have the ranks compare the KV of a transfer with what was sent."""
         assert prompt.grant is not None, f"prompt {prompt.prompt_id} is verified without pages"
-        self._verifying[attempt.key] = self._memory.holds.hold(prompt.grant)
+        self._memory.holds.verifying[attempt.key] = self._memory.holds.hold(prompt.grant)
         self._outbox.append(VerifyKv(attempt.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
         _enter(prompt, State.VERIFYING, now)
 
     def verified(self, key: TransferKey, problem: str | None, now: float) -> None:
         """All ranks have compared the KV of a transfer with what was sent. It may have been given up meanwhile."""
-        self._memory.holds.release(self._verifying.pop(key))
+        self._memory.holds.release(self._memory.holds.verifying.pop(key))
         prompt = self._prefilling.prompts.get(key)
         if prompt is None or prompt.attempt is None:
             self._counters["stale_messages"] += 1

@@ -42,12 +42,15 @@ class Holds:
         self._completed = 0
         self._pending: collections.deque[tuple[int, PageGrant[KvPage]]] = collections.deque()
         """Grants that wait for commands to complete."""
+        self.verifying: dict[TransferKey, PageGrant[KvPage]] = {}
+        """Pages that the ranks verify, also of transfers that were given up meanwhile."""
         self.quarantined: dict[TransferKey, Quarantined] = {}
 
     @property
     def idle(self) -> bool:
-        """No command is in flight, and no page is in quarantine."""
-        return self.issued == self._completed and not self._pending and not self.quarantined
+        """No command and no verification is in flight, and no page is in quarantine."""
+        in_order = self.issued == self._completed and not self._pending
+        return in_order and not self.verifying and not self.quarantined
 
     @property
     def quarantined_pages(self) -> int:

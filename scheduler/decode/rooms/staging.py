@@ -132,6 +132,11 @@ class StagedArrivals:
             "staging_parts_waiting": sum(ring.waiting for ring in rings),
         }
 
+    @property
+    def idle(self) -> bool:
+        """No part is granted, scattered or in quarantine."""
+        return not self._parts
+
     def check_integrity(self, *, idle: bool) -> None:
         """Every region and every queued request belongs to one part, in the right state; with `idle`, none exists."""
         assert not idle or not self._transfers, f"the server is idle, but staging expects parts of {[*self._transfers]}"

@@ -146,7 +146,7 @@ def with_history(prompt: list[int]) -> Decode:
     for rate in (rates.prefilled_tokens, rates.local_tokens):
         for tokens in (16, 64, 512, 2048):
             rate.measured(tokens, tokens / 10_000)
-    times = decode.scheduler.dispatcher.local.times
+    times = decode.scheduler.rooms.computing.times
     times.started(1, 0, decode.now)
     times.ended(decode.now + 0.01)
     decode.scheduler.peer_up(PrefillPeer(InstanceId("prefill"), {"a:1"}))

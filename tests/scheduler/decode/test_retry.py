@@ -115,6 +115,19 @@ def test_abort_after_prefill_done_leaves_nothing_in_quarantine(killed: bool) -> 
     simulator.finish()
 
 
+def test_server_is_busy_while_ranks_verify_a_prompt_that_nobody_waits_for() -> None:
+    simulator = Simulator(verifies=True)
+    send_all(simulator)
+    simulator.cancel(0, stopped=False)
+    simulator.decode_turn()
+    assert not simulator.decode.requests
+    assert not simulator.decode.idle
+    simulator.check()
+    simulator.rank_turn(eos=False)
+    assert simulator.decode.idle
+    simulator.finish()
+
+
 def test_transfer_with_a_difference_is_sent_again() -> None:
     simulator = Simulator(verifies=True)
     send_all(simulator)

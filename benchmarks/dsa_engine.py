@@ -70,11 +70,6 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
         context_length=max_context,
         norm_eps=1e-6,
         rope=RopeConfig(theta=10000.0),
-        tied_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         dtype="bfloat16",
         eos_token_ids=(),
         mla=DsaConfig(

@@ -64,14 +64,15 @@ def _simulate(load: str, options: argparse.Namespace) -> list[Outcome]:
         message_s=H200.message_s,
         write_s=H200.write_s,
     )
-    prefills, cores = (1, 1) if options.one_gpu else (options.prefills, None)
+    prefills = 1 if options.one_gpu else options.prefills
     mode: LocalPrefillSetting = "never" if options.one_gpu else "auto" if prefills else "always"
     settings = server_settings(mode, options.limit_ms)
-    return [
-        outcome
-        for seed in range(options.seeds)
-        for outcome in Cluster(settings, times, prefills=prefills, decodes=1, cores=cores).run(arrivals_of(load, seed))
-    ]
+
+    def run(seed: int) -> list[Outcome]:
+        cluster = Cluster(settings, times, prefills=prefills, decodes=1, one_gpu=options.one_gpu)
+        return cluster.run(arrivals_of(load, seed))
+
+    return [outcome for seed in range(options.seeds) for outcome in run(seed)]
 
 
 def server_settings(local_prefill: LocalPrefillSetting, limit_ms: float | None = None) -> ServerSettings:

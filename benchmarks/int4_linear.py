@@ -1,6 +1,6 @@
 """Speed of linear layers with 4-bit weights on one GPU: the layers of Qwen3-8B, with bfloat16 beside them.
 
-    python -m benchmarks.int4_linear [--rows 1,32,256,8192] [--group 128] [--json results.json]
+    python -m benchmarks.int4_linear [--weights int4|nvfp4] [--rows 1,32,256,8192] [--group 128] [--json results.json]
     python -m benchmarks.int4_linear --rows 1 --sweep [--outputs 16,32] [--stages 2,3] [--warps 4,8]
 
 Times are GPU time per call in a CUDA graph over several layers, more than the caches hold. The lower bound of a call is
@@ -26,6 +26,8 @@ from pdserve.common.arithmetic import ceil_div
 from pdserve.kernels.backends.few_rows_cuda import Tiles
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.linear.swiglu import swiglu
+from pdserve.kernels.nvfp4 import nvfp4
+from pdserve.kernels.nvfp4.nvfp4 import Nvfp4Matrix, nvfp4_linear
 from pdserve.kernels.packed4.group_format import GroupScaled
 from pdserve.kernels.packed4.int4_linear import (
     SCRATCH_BYTES,
@@ -43,6 +45,7 @@ LINEARS: dict[str, tuple[int, int, bool]] = {
 }
 """Outputs, inputs, and whether a gate follows."""
 ROWS = (1, 32, 256, 8192)
+Packed = GroupScaled | Nvfp4Matrix
 READ_BYTES = 256 << 20
 """Minimum bytes of weights that one graph reads: several times the L2 cache."""
 METHODS: tuple[Method, ...] = ("cuda", "expand")
@@ -77,8 +80,14 @@ def _shown(tiles: Tiles) -> str:
     return " ".join(f"{name} {value}" for name, value in dataclasses.asdict(tiles).items() if value is not None)
 
 
-def draw_weight(rows: int, columns: int, group: int) -> GroupScaled:
-    """Random weights, with one scale: their values do not change the time."""
+def draw_weight(rows: int, columns: int, group: int | None) -> Packed:
+    """Random weights, with one scale: their values do not change the time. NVFP4 if `group` is None."""
+    if group is None:
+        matrix = Nvfp4Matrix.allocate(rows, columns, device=DEVICE)
+        matrix.packed.random_()
+        matrix.scales.fill_(0xA8)  # 1
+        matrix.factors.fill_(columns**-0.5 / 3)
+        return matrix
     weight = GroupScaled.allocate(rows, columns, group=group, dtype=torch.bfloat16, device=DEVICE)
     weight.packed.random_()
     weight.scales.fill_(columns**-0.5 / 5)
@@ -87,10 +96,31 @@ def draw_weight(rows: int, columns: int, group: int) -> GroupScaled:
     return weight
 
 
+def multiply(
+    x: torch.Tensor,
+    weight: Packed,
+    *,
+    gated: bool,
+    method: Method,
+    tiles: Tiles | None,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> torch.Tensor:
+    if isinstance(weight, Nvfp4Matrix):
+        return nvfp4_linear(x, weight, gated=gated, method=method, tiles=tiles)
+    if gated and method != "expand":
+        return int4_gated_linear(x, weight, tiles=tiles)
+    out = int4_linear(x, weight, method=method, tiles=tiles, scratch_bytes=scratch_bytes)
+    return swiglu(out) if gated else out
+
+
+def chosen_method(x: torch.Tensor, weight: Packed) -> Method:
+    return nvfp4.choose_method(x, weight) if isinstance(weight, Nvfp4Matrix) else choose_method(x, weight)
+
+
 class Layer:
     """The weights of one kind of layer, in 4 bits and in bfloat16."""
 
-    def __init__(self, name: str, group: int, rate: float) -> None:
+    def __init__(self, name: str, group: int | None, rate: float) -> None:
         self.name, self.rate = name, rate
         self.out_size, self.in_size, self.gated = LINEARS[name]
         elements = self.out_size * self.in_size
@@ -106,14 +136,11 @@ class Layer:
     def measure(self, rows: int, method: Method, tiles: Tiles | None, scratch_bytes: int) -> Row:
         x = torch.randn(rows, self.in_size, dtype=torch.bfloat16, device=DEVICE)
 
-        def compute(weight: GroupScaled) -> torch.Tensor:
-            if self.gated and method != "expand":
-                return int4_gated_linear(x, weight, tiles=tiles)
-            out = int4_linear(x, weight, method=method, tiles=tiles, scratch_bytes=scratch_bytes)
-            return swiglu(out) if self.gated else out
+        def compute(weight: Packed) -> torch.Tensor:
+            return multiply(x, weight, gated=self.gated, method=method, tiles=tiles, scratch_bytes=scratch_bytes)
 
         taken = time_us(_calls(compute, self.packed if rows <= CUDA_ROWS else self.packed[:2]))
-        chosen = "*" if method == choose_method(x, self.packed[0]) else ""
+        chosen = "*" if method == chosen_method(x, self.packed[0]) else ""
         return Row(
             self.name,
             rows,
@@ -133,7 +160,7 @@ class Layer:
         return self._bfloat16_us[len(x)]
 
 
-def _calls(compute: Callable[[GroupScaled], object], weights: Sequence[GroupScaled]) -> list[Callable[[], object]]:
+def _calls(compute: Callable[[Packed], object], weights: Sequence[Packed]) -> list[Callable[[], object]]:
     return [lambda w=weight: compute(w) for weight in weights]  # type: ignore[misc]
 
 
@@ -143,7 +170,7 @@ def check(layer: Layer, rows: int, tiles: Tiles | None) -> None:
     weight = layer.packed[0]
     expected = x.float() @ weight.expanded().T
     for method in METHODS:
-        found = int4_linear(x, weight, method=method, tiles=tiles)
+        found = multiply(x, weight, gated=False, method=method, tiles=tiles)
         error = float((found.float() - expected).norm() / expected.norm())
         assert error < 0.01, f"{layer.name}, {rows} rows, {method}: relative error {error}"
 
@@ -167,7 +194,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=_numbers, default=list(ROWS), help="numbers of tokens")
     parser.add_argument("--layers", default=",".join(LINEARS))
-    parser.add_argument("--group", type=int, default=128, help="columns that share a scale: 32, 64 or 128")
+    parser.add_argument("--weights", choices=("int4", "nvfp4"), default="int4")
+    parser.add_argument("--group", type=int, default=128, help="columns that share a scale of int4: 32, 64 or 128")
     parser.add_argument("--scratch-mib", type=int, default=SCRATCH_BYTES >> 20, help="memory for dequantized weights")
     parser.add_argument("--sweep", action="store_true", help="time all combinations of the three options below")
     parser.add_argument("--outputs", type=_numbers, default=[16, 32])
@@ -183,7 +211,7 @@ def main() -> None:
     )
     found: list[Row] = []
     for name in options.layers.split(","):
-        layer = Layer(name, options.group, rate)
+        layer = Layer(name, options.group if options.weights == "int4" else None, rate)
         for rows in options.rows:
             check(layer, min(rows, 256), None)
             if options.sweep:

@@ -14,8 +14,8 @@ from pdserve.common.arithmetic import ceil_div, round_up
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
+from pdserve.scheduler.decode.rooms.staging import RankRing, StagedArrivals
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
@@ -28,7 +28,6 @@ from pdserve.transfer.plan.staged_regions import StagedRegion
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
     InstanceId,
-    PrefillDone,
     StageArrived,
     StageFree,
     StageGrant,
@@ -184,7 +183,7 @@ class Decode:
         grant = allocator.grant("prompt", 0, shared=[KvPage(page) for page in self.order])
         assert grant is not None
         self.grant = grant
-        commands = CommandLog(allocator)
+        commands = Holds(allocator)
         self.staging = StagedArrivals(rings, shape.decode_page_size, 1.0, collections.Counter(), self.effects, commands)
         self.staging.peer_up(PREFILL, shape.staged_regions())
         self.scatters: list[tuple[StagePart, torch.cuda.Event | None]] = []
@@ -210,7 +209,6 @@ class Decode:
                     self.control.send(self.check(arm, tokens))
                 case TransferKey():
                     self.staging.open(message, PREFILL, 0, self.shape.tokens, self.grant)
-                    self.staging.hold(PrefillDone(message, (), self.shape.tokens, 1, 0, 0, 0.0, 0.0, 0.0))
                 case StageRequest() | StageArrived() | StageStopped():
                     problem = self.staging.receive(PREFILL, message, time.monotonic())
                     if problem is not None:
@@ -244,9 +242,9 @@ class Decode:
         for part, done in list(self.scatters):
             if done is None or done.query():  # type: ignore[no-untyped-call]
                 self.scatters.remove((part, done))
-                landed = self.staging.scattered(part)
+                self.staging.scattered(part)
                 self.act()
-                if landed is not None:
+                if not self.staging.misses(part.key):
                     self.control.send("landed")
                     self.staging.close(part.key)
 

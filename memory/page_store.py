@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..common.errors import StartupError
-from .free_pages import FreePages
 from .kv_pool import KvCache, KvPool
+from .pages import FreePages
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -13,19 +12,18 @@ from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .config.model import ModelConfig
 from .config.sharding import WHOLE, RankTokens, Shard
+from .decoders.dense import Decoder
 from .decoders.dense_parameters import DecoderParameters
 from .decoders.dsa import DsaDecoder
 from .decoders.latent_parameters import LatentParameters
 from .decoders.mla import MlaDecoder
-from .decoders.registry import dense_family, parameters_of
 from .graphs.capture import AnyDecoder, ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
-from .loading.weights import load_weights, stored_format
+from .loading.weights import allocate_parameters, load_weights, stored_format, tensor_names
 from .weights.format import Format
-from .weights.weight import AnyWeight, Weight
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)
@@ -64,21 +62,6 @@ def fp8_index(setting: IndexDtypeSetting, dtype: torch.dtype, index_dim: int, *,
     return setting == "fp8_e4m3"
 
 
-def allocate_parameters(
-    config: ModelConfig,
-    shard: Shard,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    stored: Format | None = None,
-) -> DecoderParameters | LatentParameters:
-    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `stored`
-    has the tensors to keep as they are stored where possible.
-    """
-    config.check_shares(shard)
-    return parameters_of(config).allocate(config, shard, device=device, dtype=dtype, stored=stored)
-
-
 def _decoder(
     parameters: DecoderParameters | LatentParameters, parallel: Parallel, kv_dtype: KvDtypeSetting, *, fp8_index: bool
 ) -> AnyDecoder:
@@ -88,8 +71,7 @@ def _decoder(
         return MlaDecoder(parameters, parallel)
     if isinstance(parameters, LatentParameters):
         return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
-    _, decoder = dense_family(parameters.config)
-    return decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 
 def _kept(stored: Format | None, device: torch.device, *, keep_blocks: bool) -> Format | None:
@@ -97,26 +79,6 @@ def _kept(stored: Format | None, device: torch.device, *, keep_blocks: bool) -> 
     if stored is None or not stored.runs_on(device):
         return None
     return stored if keep_blocks or not stored.on_cpu else None
-
-
-def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
-    """Bytes of all slots. The slots of layers cover all their weights, so the weights are counted: `slots()` would make
-    tens of thousands of slots in a large model, several for each expert.
-    """
-    outer = sum(slot.nbytes for slot in parameters.outer_slots().values())
-    return outer + sum(weight.nbytes for weight in _weights(parameters.layers))
-
-
-def _weights(part: object) -> Iterator[torch.Tensor | AnyWeight]:
-    """The weights in a tree of parameters."""
-    if isinstance(part, torch.Tensor | Weight):
-        yield part
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from _weights(each)
-    elif is_dataclass(part):
-        for field in fields(part):
-            yield from _weights(getattr(part, field.name))
 
 
 class ModelRunner:
@@ -178,7 +140,7 @@ class ModelRunner:
         if load_format == "dummy":
             fill_with_noise(slots, stored)
         else:
-            load_weights(source, slots, parameters.names(source.config))
+            load_weights(source, slots, tensor_names(source.config))
         dsa = source.config.dsa
         keys_in_fp8 = dsa is not None and uses_fp8_index(index_dtype, device, dtype, dsa.index_dim)
         decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=keys_in_fp8)
@@ -216,12 +178,12 @@ class ModelRunner:
     ) -> int:
         """Bytes of the weights of `shard` on `device`, without reading any."""
         kept, meta = _kept(stored_format(source, load_format), device, keep_blocks=keep_blocks), torch.device("meta")
-        return _held_bytes(allocate_parameters(source.config, shard, device=meta, dtype=dtype, stored=kept))
+        return allocate_parameters(source.config, shard, device=meta, dtype=dtype, stored=kept).memory.nbytes
 
     @property
     def held_weight_bytes(self) -> int:
         """Bytes of the weights of this runner."""
-        return _held_bytes(self._decoder.parameters)
+        return self._decoder.parameters.memory.nbytes
 
     def most_unpacked_rows(self, tokens: int) -> int:
         """The most rows of the cache that a step of `tokens` tokens unpacks; 0 if rows are not packed."""

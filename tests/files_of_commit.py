@@ -6,9 +6,9 @@ python -m tests.files_of_commit COMMIT...
 import subprocess
 import sys
 
-from tests.import_graph import ROOT
+from tests.import_graph import FOLDERS, ROOT
 
-PRODUCT = ("server/", "scheduler/", "models/", "memory/", "transfer/", "kernels/", "configs/")
+PRODUCT = tuple(f"{folder}/" for folder in FOLDERS)
 
 
 def product_files(commit: str) -> list[str]:

@@ -1,114 +1,146 @@
-"""Weights in NVFP4: linear layers and experts.
+"""Linear layers with weights in NVFP4; nvfp4_experts.py has experts.
 
-    weight[i, j]  =  E2M1[value[i, j]] * scales[i, j // 16] * factors[i]
+    weight[i, j]  =  E2M1[value[i, j]] * scale[i, j // 16] * factors[i]
 
 Values have 4 bits (packed4/group_format.py has E2M1), scales are numbers of fp8 (e4m3), factors float32. A checkpoint
-has one factor per matrix, which is repeated for every row: parts of a fused matrix differ. A byte has the values of
-two columns that are `half` apart, as in packed4/group_format.py, but here half a block has several groups:
+has one factor per matrix, which is repeated for every row: parts of a fused matrix differ. The products of a value and
+its scale are exact in 16 bits.
 
-    packed[i, b * half + j]  =  value[i, 2 * b * half + j]  +  16 * value[i, (2 * b + 1) * half + j]
-
-Columns are padded to whole blocks, with scales of 0. The products of a value and its scale are exact in 16 bits.
+In memory, a word of 4 bytes has the values of 8 adjacent columns. Its bits are placed so that a pair of values is where
+a pair of bfloat16 has them after one shift (`_PLACES`). In every 128 columns, groups of 16 are in the order 0, 4, 1, 5,
+2, 6, 3, 7, so that a thread of the CUDA kernel, which copies 16 bytes, has whole groups, and the threads that share a
+row of x read adjacent columns of it. Columns are padded to whole steps of the kernel, of 256 or 128 columns. Of group
+4 * c + j of a step, the scale is stored at j, c. It is a byte: the exponent and the upper 3 bits of the mantissa of
+float16(64 * scale). Values of a group whose scale is 0 are 0.
 
 Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x, rounded once. With
-`gated`, swiglu is applied: `weight` has the rows of gate, then those of up, and the result is [rows, out / 2]. Experts
-are those of moe/experts.py. On CUDA, a Triton kernel computes few rows and all experts; more rows are multiplied by
-cuBLAS, with weights that are expanded some rows at a time.
+`gated`, swiglu is applied: `weight` has the rows of gate, then those of up, and the result is [rows, out / 2]. On CUDA,
+a CUDA kernel computes few rows; more rows are multiplied by cuBLAS, with weights that Triton expands some rows at a
+time.
 
 Lower bound: with few rows, the packed weights read once, 4.5 bits each: 0.92 ms for the layers of Qwen3-8B on an H200.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import pad
 
 from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
-from ..linear.row_tiles import RowTiles
+from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, Tiles, launch_few_rows
 from ..linear.swiglu import swiglu, swiglu_reference
-from ..moe.experts import experts_reference, tile_rows
-from ..moe.router.routing import route_tokens
 from ..packed4.group_format import E2M1
-from ..packed4.int4_linear import SCRATCH_BYTES, output_parts
+from ..packed4.int4_linear import SCRATCH_BYTES, Method, output_parts
 
-GROUP = 16
-"""Columns that share a scale."""
-FEW_ROWS = 64
-"""Up to this many rows, weights are not expanded."""
-_FP8 = torch.float8_e4m3fn
+GROUP, WORD = 16, 8
+"""Columns that share a scale, and columns of a word of 4 bytes."""
+SCALE_SHIFT = 64
+"""The largest scale times this is a float16."""
+CUDA_ROWS = 128
+"""Up to this many rows, the CUDA kernel is used where it can run. With 128 rows, the linear layers of a decoder layer
+of Qwen3-8B take 262 us with it and 272 us with expanded weights (H200).
+"""
+_PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
+"""Bits of a word: mantissa, exponent (two bits), and sign of columns 0, 2, 4 and 6. Those of the next column are 16
+higher, modulo 32.
+"""
 
 
 @dataclass(frozen=True)
 class Nvfp4Matrix:
-    """One matrix, or one per expert. See the module docstring."""
+    """See the module docstring."""
 
-    packed: torch.Tensor  # [..., rows, padded columns / 2] uint8
-    scales: torch.Tensor  # [..., blocks, rows, 2 * half / 16] float8_e4m3fn
-    factors: torch.Tensor  # [..., rows] float32
+    packed: torch.Tensor  # [rows, padded columns / 2] uint8
+    scales: torch.Tensor  # [steps, rows, columns of a step / 16] uint8
+    factors: torch.Tensor  # [rows] float32
     columns: int
 
     @staticmethod
-    def allocate(*shape: int, device: torch.device) -> "Nvfp4Matrix":
-        """Uninitialised; the padding of the scales is 0."""
-        *batch, rows, columns = shape
-        half = 128 if columns % 256 == 0 else 64
-        blocks = ceil_div(columns, 2 * half)
-        packed = torch.empty(*batch, rows, blocks * half, dtype=torch.uint8, device=device)
-        scales = torch.empty(*batch, blocks, rows, 2 * half // GROUP, dtype=_FP8, device=device)
-        scales.view(torch.uint8)[..., -1:, :, :] = 0
-        return Nvfp4Matrix(packed, scales, torch.empty(*batch, rows, device=device), columns)
+    def allocate(rows: int, columns: int, *, device: torch.device) -> "Nvfp4Matrix":
+        """Uninitialised."""
+        step = 256 if columns % 256 == 0 else 128
+        steps = ceil_div(columns, step)
+        packed = torch.empty(rows, steps * step // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(steps, rows, step // GROUP, dtype=torch.uint8, device=device)
+        return Nvfp4Matrix(packed, scales, torch.empty(rows, device=device), columns)
 
     def __len__(self) -> int:
         return len(self.packed)
 
     def __getitem__(self, part: slice) -> "Nvfp4Matrix":
-        """A range of rows, or of experts."""
-        scales = self.scales[:, part] if self.packed.ndim == 2 else self.scales[part]
-        return Nvfp4Matrix(self.packed[part], scales, self.factors[part], self.columns)
-
-    def experts(self) -> Iterator["Nvfp4Matrix"]:
-        """The matrix of each expert."""
-        for packed, scales, factors in zip(self.packed, self.scales, self.factors, strict=True):
-            yield Nvfp4Matrix(packed, scales, factors, self.columns)
+        """A range of rows."""
+        return Nvfp4Matrix(self.packed[part], self.scales[:, part], self.factors[part], self.columns)
 
     @property
-    def half(self) -> int:
-        return self.scales.shape[-1] * GROUP // 2
+    def step(self) -> int:
+        """Columns of a step."""
+        return self.scales.shape[-1] * GROUP
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.packed.shape[:-1], self.columns))
+        return torch.Size((len(self.packed), self.columns))
 
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + self.factors.nbytes
 
     def fill(self, values: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | float) -> None:
-        """Fill one matrix from values [rows, columns] uint8 and scales [rows, groups] in fp8."""
-        padded = torch.nn.functional.pad(values, (0, 2 * self.packed.shape[1] - self.columns))
-        low, high = padded.reshape(len(values), -1, 2, self.half).unbind(2)
-        self.packed.copy_((low | high << 4).flatten(1))
-        missing = self.packed.shape[1] * 2 // GROUP - scales.shape[1]
-        stored = torch.nn.functional.pad(scales.view(torch.uint8), (0, missing))
-        self.scales.view(torch.uint8).copy_(stored.view(len(values), len(self.scales), -1).transpose(0, 1))
-        self.factors.copy_(torch.as_tensor(factor, dtype=torch.float32).to(self.factors.device).expand(len(values)))
+        """From values [rows, columns] uint8 and scales [rows, groups] in fp8."""
+        rows, padded = len(values), 2 * self.packed.shape[1]
+        shifted = pad(scales.to(torch.float16) * SCALE_SHIFT, (0, padded // GROUP - scales.shape[1]))
+        codes = (shifted.abs().view(torch.int16) >> 7).to(torch.uint8)
+        signs = (shifted < 0).to(torch.uint8) << 3
+        groups = pad(values, (0, padded - values.shape[1])).view(rows, -1, GROUP) ^ signs.unsqueeze(2)
+        groups *= (codes > 0).unsqueeze(2)
+        columns = groups.view(rows, -1, 2, 4, GROUP // WORD, WORD).transpose(2, 3)
+        words = torch.zeros(columns.shape[:-1], dtype=torch.int32, device=values.device)
+        for column, bit, place in _bits():
+            words |= (columns[..., column] >> bit & 1).to(torch.int32) << place
+        self.packed.copy_(words.view(rows, -1).view(torch.uint8))
+        by_step = codes.view(rows, len(self.scales), -1, 4).transpose(2, 3)
+        self.scales.copy_(by_step.flatten(2).transpose(0, 1))
+        self.factors.copy_(torch.as_tensor(factor, dtype=torch.float32).to(self.factors.device).expand(rows))
 
     def expanded(self) -> torch.Tensor:
-        """The matrices in float32."""
-        halves = torch.unflatten(self.packed, -1, (-1, self.half))
-        values = torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)  # [..., rows, padded columns]
-        table = torch.tensor(E2M1, dtype=torch.float32, device=values.device)
-        scales = self.scales.float().transpose(-2, -3).flatten(-2)  # [..., rows, groups]
-        wide = table[values.int()] * scales.repeat_interleave(GROUP, -1)
-        return (wide * self.factors.unsqueeze(-1))[..., : self.columns]
+        """The matrix in float32."""
+        rows, words = len(self.packed), self.packed.view(torch.int32)
+        values = torch.zeros(*words.shape, WORD, dtype=torch.int32, device=words.device)
+        for column, bit, place in _bits():
+            values[..., column] |= (words >> place & 1) << bit
+        groups = values.view(rows, -1, 4, 2, GROUP).transpose(2, 3).reshape(rows, -1, GROUP)
+        by_row = self.scales.transpose(0, 1).reshape(rows, len(self.scales), 4, -1)
+        codes = by_row.transpose(2, 3).reshape(rows, -1)
+        scales = (codes.to(torch.int16) << 7).view(torch.float16).float() / SCALE_SHIFT
+        table = torch.tensor(E2M1, dtype=torch.float32, device=words.device)
+        wide = (table[groups] * scales.unsqueeze(-1)).flatten(1) * self.factors.unsqueeze(-1)
+        return wide[:, : self.columns]
+
+
+def _bits() -> Iterator[tuple[int, int, int]]:
+    """Column, bit of its value, and bit of the word."""
+    for column in range(WORD):
+        for bit, place in enumerate(_PLACES[column // 2]):
+            yield column, bit, (place + 16 * (column % 2)) % 32
 
 
 def supports_nvfp4(device: torch.device) -> bool:
     """Whether the kernels read NVFP4 there: GPUs of compute capability 8.0 and later."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_method(x: torch.Tensor, weight: Nvfp4Matrix) -> Method:
+    """The method for these tensors."""
+    return "cuda" if len(x) <= CUDA_ROWS and suits_cuda(x, weight) else "expand"
+
+
+def suits_cuda(x: torch.Tensor, weight: Nvfp4Matrix) -> bool:
+    """Whether the CUDA kernel can multiply them. It copies 16 bytes at a time."""
+    if not x.is_cuda or x.itemsize != 2 or len(weight) % 16 or weight.columns % GROUP:
+        return False
+    return all(tensor.data_ptr() % 16 == 0 for tensor in (x, weight.packed, weight.scales))
 
 
 def nvfp4_linear(
@@ -117,6 +149,8 @@ def nvfp4_linear(
     bias: torch.Tensor | None = None,
     *,
     gated: bool = False,
+    method: Method | None = None,
+    tiles: Tiles | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """A linear layer; see the module docstring."""
@@ -125,14 +159,14 @@ def nvfp4_linear(
         wide = None if bias is None else bias.float()
         both = torch_linear(x.float(), weight.expanded(), wide).to(x.dtype)
         return swiglu_reference(both) if gated else both
-    if len(x) <= FEW_ROWS:
+    if (method or choose_method(x, weight)) == "cuda":
         out = x.new_empty(len(x), len(weight) // (2 if gated else 1))
-        launcher("nvfp4.nvfp4_triton", "launch_nvfp4")(x, weight, bias, out, gated=gated)
+        _launch_cuda(x, weight, bias, out, gated=gated, tiles=tiles)
         return out
     out = x.new_empty(len(x), len(weight))
     for part in output_parts(len(weight), weight.columns * x.itemsize, SCRATCH_BYTES):
         expanded = x.new_empty(part.stop - part.start, weight.columns)
-        launcher("nvfp4.nvfp4_triton", "launch_expand")(weight[part], expanded)
+        launcher("nvfp4.expand_triton", "launch_expand")(weight[part], expanded)
         if bias is None:
             torch.mm(x, expanded.t(), out=out[:, part])
         else:
@@ -140,41 +174,37 @@ def nvfp4_linear(
     return swiglu(out) if gated else out
 
 
-def nvfp4_experts(
+def _launch_cuda(
     x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    gate_up: Nvfp4Matrix,
-    down: Nvfp4Matrix,
+    weight: Nvfp4Matrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
     *,
-    first: int = 0,
-    num_experts: int | None = None,
-    shared: Callable[[], torch.Tensor] | None = None,
-    routing: RowTiles | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
-    """The sum over the experts of this rank, plus the result of `shared`: as `grouped_experts` of moe/experts.py."""
-    if not use_triton(impl, x.device):
-        operands: Any = gate_up, down
-        routed = experts_reference(x, weights, experts, *operands, first=first, exact=True)
-        return routed if shared is None else routed + shared()
-    numbers = experts.numel()
-    if routing is None:
-        rows = nvfp4_tile_rows(numbers, num_experts or len(gate_up))
-        routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
-    launch = launcher("nvfp4.nvfp4_triton", "launch_nvfp4")
-    gated, results = x.new_empty(numbers, down.columns), x.new_empty(numbers, x.shape[1])
-    launch(x, gate_up, None, gated, gated=True, tiles=routing, gather=True)
-    launch(gated, down, None, results, gated=False, tiles=routing, gather=False)
-    out = torch.empty_like(x)
-    add = launcher("moe.token_rows_triton", "launch_weighted_sum")
-    add(results, weights, experts, first, len(gate_up), out, place=None, shared=None if shared is None else shared())
-    return out
-
-
-def nvfp4_tile_rows(numbers: int, num_experts: int) -> int:
-    """Rows of a tile of tokens, if `num_experts` experts have `numbers` in total."""
-    return min(tile_rows(numbers, num_experts), FEW_ROWS)
+    gated: bool,
+    tiles: Tiles | None = None,
+) -> None:
+    """Fill `out` [rows, outputs] by csrc/nvfp4/nvfp4_linear.cu."""
+    row_bytes, step, few = weight.packed.shape[1], weight.step, len(x) <= ROW_TILE
+    launch_few_rows(
+        Format(
+            "nvfp4_linear",
+            OUTPUT_TILE * (step // 2 + step // GROUP),
+            # more row tiles take more registers, and so fewer warps
+            warps=(16, 8, 8) if few else (8, 4, 4),
+            stages=(5, 2, 2) if few else (3, 3, 3),
+            constants=(("STEP", step), ("WHOLE", int(weight.columns == 2 * row_bytes))),
+            folder="nvfp4",
+        ),
+        x,
+        (weight.packed.data_ptr(), weight.scales.data_ptr(), weight.factors.data_ptr()),
+        bias,
+        out,
+        row_bytes,
+        weight.scales.stride(0),
+        steps=2 * row_bytes // step,
+        gated=gated,
+        tiles=tiles,
+    )
 
 
 def _check(x: torch.Tensor, weight: Nvfp4Matrix, bias: torch.Tensor | None) -> None:

@@ -1,18 +1,10 @@
-"""What the DeepSeek-V3.2 and GLM DSA families add to latent attention (mla.py), from config.json. No torch.
+"""Latent attention (mla.py) to the rows that a lightning indexer selects. No torch."""
 
-They attend to the rows that a lightning indexer selects. Their mixtures of experts are in moe.py.
-"""
-
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from ...common.errors import StartupError
-from ..formats.json_fields import Json, integer, shown
-from .mla import MlaConfig, read_mla_config
+from .mla import MlaConfig
 from .sharding import Shard
-
-SPARSE_ATTENTION = "deepseek_sparse_attention"
-"""The value of `layer_types` for every layer of these families."""
 
 
 @dataclass(frozen=True)
@@ -59,39 +51,3 @@ class DsaConfig(MlaConfig):
         """
         layers = self.stage_layers(shard)
         return range(sum(self.indexed[: layers.start]), sum(self.indexed[: layers.stop]))
-
-
-def read_dsa_config(path: Path, raw: Json, *, num_layers: int, num_heads: int, glm: bool) -> DsaConfig:
-    """The fields of a `deepseek_v32` or `glm_moe_dsa` config.json; raises StartupError."""
-    config = DsaConfig(
-        **asdict(read_mla_config(path, raw, num_heads=num_heads)),
-        index_heads=integer(path, raw, "index_n_heads"),
-        index_dim=integer(path, raw, "index_head_dim"),
-        index_topk=integer(path, raw, "index_topk"),
-        index_interleaved=bool(raw.get("indexer_rope_interleave", glm)),
-        indexed=_indexed_layers(path, raw, num_layers) if glm else (True,) * num_layers,
-    )
-    if config.rope_dim > config.index_dim:
-        raise StartupError(
-            f"{path}: qk_rope_head_dim = {config.rope_dim} must be at most index_head_dim = {config.index_dim}"
-        )
-    return config
-
-
-def _indexed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
-    """From `indexer_types`, or a pattern that abbreviates it, or a period and an offset: GLM's three notations."""
-    kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
-    if kinds is None:
-        period = max(integer(path, raw, "index_topk_freq", 1, least=0), 1)
-        offset = integer(path, raw, "index_skip_topk_offset", 2, least=0)
-        kinds = ["full" if max(layer - offset + 1, 0) % period == 0 else "shared" for layer in range(num_layers)]
-    indexed = tuple(_INDEXER_KINDS.get(str(kind)) for kind in kinds)
-    if len(indexed) != num_layers or None in indexed or not indexed[0]:
-        raise StartupError(
-            f"{path}: indexer_types must say 'full' or 'shared' for each of {num_layers} layers, the first one 'full', "
-            f"got {shown(kinds)}"
-        )
-    return tuple(kind is True for kind in indexed)
-
-
-_INDEXER_KINDS = {"full": True, "shared": False, "F": True, "S": False}

@@ -13,13 +13,6 @@ from ..formats.json_fields import Json, integer, number, shown
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 _DEFAULT_THETA = 10_000.0
 _ORIGINAL = "original_max_position_embeddings"
-GPT_OSS_ROPE: Json = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
-"""The scaling of a gpt-oss configuration that does not mention one."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from ..formats.json_fields import Json, bare, integer, shown
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Values of `layer_types`."""
 
-_EVERY_LAYER = {"mistral": 4096, "mixtral": None, "qwen3_moe": None}
-"""Families whose layers all have the window, and the window of a configuration that does not mention one."""
-_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
-"""Families with a switch, `use_sliding_window`."""
-WINDOWED_ARCHITECTURES = ("mistral", "mixtral", *_SWITCHED, "gemma3_text", "gpt_oss")
-"""Families whose layers may have a window."""
+
+class WindowRule(NamedTuple):
+    """Which configurations of a family have a window, and in which layers."""
+
+    default: int | None  # the window of a configuration that does not mention one
+    everywhere: bool = False  # all layers have it
+    switched: bool = False  # only with `use_sliding_window`
 
 
 class Windows(NamedTuple):
@@ -31,11 +32,11 @@ class Windows(NamedTuple):
 NO_WINDOWS = Windows(None, ())
 
 
-def read_windows(path: Path, raw: Json, architecture: str, num_layers: int) -> Windows:
+def read_windows(path: Path, raw: Json, num_layers: int, rule: WindowRule | None) -> Windows:
     """The fields of a decoder without sparse attention; raises StartupError."""
-    window = _window(path, raw, architecture)
+    window = _window(path, raw, rule)
     kinds = read_layer_types(path, raw, num_layers, (FULL,) if window is None else (FULL, SLIDING))
-    if architecture in _EVERY_LAYER:
+    if rule is not None and rule.everywhere:
         return _same_everywhere(path, window, kinds, num_layers)
     if window is None:
         return NO_WINDOWS
@@ -71,18 +72,12 @@ def read_layer_types(path: Path, raw: Json, num_layers: int, supported: tuple[st
     return [str(kind) for kind in kinds]
 
 
-def _window(path: Path, raw: Json, architecture: str) -> int | None:
-    if architecture in _SWITCHED:
-        if not raw.get("use_sliding_window"):
-            return None
-        default: int | None = 4096
-    elif architecture in _EVERY_LAYER:
-        default = _EVERY_LAYER[architecture]
-    else:
+def _window(path: Path, raw: Json, rule: WindowRule | None) -> int | None:
+    if rule is None or (rule.switched and not raw.get("use_sliding_window")):
         return None
-    if raw.get("sliding_window", default) is None:
+    if raw.get("sliding_window", rule.default) is None:
         return None
-    return integer(path, raw, "sliding_window", default)
+    return integer(path, raw, "sliding_window", rule.default)
 
 
 def _same_everywhere(path: Path, window: int | None, kinds: list[str] | None, num_layers: int) -> Windows:

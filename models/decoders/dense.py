@@ -5,44 +5,30 @@ are in float32 with the weight applied after the cast back, cos and sin are roun
 ranks, each rounds its part before the parts are summed; in float32 this changes only the last digits.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from ...kernels.attention.gather_plan import GatherPlan
 from ...kernels.attention.rope_attention import rope_attention
-from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
-from ..config.sharding import RankTokens
 from ..layers.batch import ForwardBatch
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
-from ..layers.stage_mlps import StageMlps
-from ..layers.vocabulary import Vocabulary
-from .dense_parameters import DecoderParameters, LayerParameters
+from .dense_parameters import DecoderParameters
 from .layer_stack import make_layer_stack
+from .stage import StageDecoder
 
 
-class Decoder:
-    """Weights and the arithmetic on them; has no state of sequences.
-
-    Every rank of a stage computes all rows, with its heads, its part of the feed-forward width and of the vocabulary.
-    After each layer all have the same hidden state.
+class Decoder(StageDecoder[DecoderParameters]):
+    """Every rank of a stage computes all rows, with its heads, its part of the feed-forward width and of the
+    vocabulary. After each layer all have the same hidden state.
     """
 
     def __init__(
         self, parameters: DecoderParameters, parallel: Parallel = ALONE, *, kv_dtype: torch.dtype | None = None
     ) -> None:
         """KV is stored in `kv_dtype`; by default in the dtype of the weights."""
-        self.parameters = parameters
-        self.config = parameters.config
+        super().__init__(parameters, parallel)
         self._kv_dtype = kv_dtype or parameters.dtype
-        self._parallel = parallel
-        self._vocabulary = Vocabulary(
-            self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
-        )
-        self._mlps = StageMlps([layer.mlp for layer in parameters.layers], self.config, parallel)
-        self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
         self._local_rotary: Rotary | None = None
         if (local := self.config.local_rope) is not None:
             self._local_rotary = Rotary(self.config, parameters.device, parameters.dtype, local)
@@ -56,15 +42,6 @@ class Decoder:
         parameters = self.parameters
         rows = 2 * len(parameters.layer_range) * len(parameters.kv_heads)
         return rows * self.config.head_dim * self._kv_dtype.itemsize
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step."""
-        return self._mlps.capturable
-
-    def assist(self, ranks: Sequence[RankTokens]) -> None:
-        """Take part in a step in which this rank has no tokens."""
-        self._mlps.assist(ranks, self.parameters.no_rows())
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A KV cache of this rank's layers and heads: a single pool."""
@@ -99,7 +76,7 @@ class Decoder:
         `live_rows` (on the device, one integer) is the number of valid rows of a padded batch: the others write
         nothing, and their results are undefined.
         """
-        layers, eps = self.parameters.layers, self.config.norm_eps
+        layers = self.parameters.layers
         (pool,) = cache.pools
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
@@ -112,7 +89,9 @@ class Decoder:
             return self._stack.run(hidden, angles, pages, batch.page_ids, batch.offsets, batch.attention)
         normed = self._enter(hidden)
         for index, layer in enumerate(layers):
-            qkv = self._project(normed, layer)
+            qkv = layer.qkv.linear(normed, layer.qkv_bias)
+            if layer.step is not None:
+                layer.step(qkv, self._parallel)
             windowed = self._windowed[index]
             cos, signed_sin = local_angles if windowed else angles
             key_pages, value_pages = pool.layer(index)  # like the pool, `index` counts the layers of this rank
@@ -131,7 +110,7 @@ class Decoder:
                 scale=self._scale,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                eps=eps,
+                eps=self.config.norm_eps,
                 sinks=layer.sinks,
                 live_rows=live_rows,
                 last_only=at_end,
@@ -139,39 +118,5 @@ class Decoder:
             if at_end:
                 assert batch.last_rows is not None
                 attended, hidden = (rows.index_select(0, batch.last_rows) for rows in (attended, hidden))
-            attended = self._parallel.all_reduce(layer.o.linear(attended.flatten(1), layer.o_bias))
-            hidden, normed = self._leave(index, hidden, attended, batch)
+            hidden, normed = self._leave(index, layer.o.linear(attended.flatten(1), layer.o_bias), hidden, batch)
         return hidden
-
-    def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The input of attention of the first layer."""
-        return rms_norm(hidden, self.parameters.layers[0].input_norm, self.config.norm_eps)
-
-    def _project(self, normed: torch.Tensor, layer: LayerParameters) -> torch.Tensor:
-        """Queries, keys and values, before norms per head."""
-        return layer.qkv.linear(normed, layer.qkv_bias)
-
-    def _leave(
-        self, index: int, hidden: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What follows attention in a layer: the hidden state, and the input of attention of the next layer. The last
-        layer returns the hidden state twice.
-        """
-        layers, eps = self.parameters.layers, self.config.norm_eps
-        layer = layers[index]
-        if layer.attention_post_norm is not None:
-            attended = rms_norm(attended, layer.attention_post_norm, eps)
-        hidden, update = self._mlps.add(index, hidden, attended, layer.mlp_norm, batch.ranks)
-        if layer.mlp_post_norm is not None:
-            update = rms_norm(update, layer.mlp_post_norm, eps)
-        if index + 1 == len(layers):
-            hidden = hidden + update
-            return hidden, hidden
-        return add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The final norm and the head: float32 logits [N, vocab] of any rows of `hidden`, in `out` if given.
-
-        Called by all ranks of the last stage; returns None on all but the first of them.
-        """
-        return self._vocabulary.logits(hidden, out)

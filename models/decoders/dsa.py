@@ -20,7 +20,6 @@ from ...kernels.dsa.key_write import KeyWrite
 from ...kernels.dsa.packed_rows import packed_bytes, sparse_mla_packed
 from ...kernels.dsa.sparse_mla import sparse_mla
 from ...kernels.hisparse.slot_tables import KvRows
-from ...kernels.linear.rms_norm import rms_norm
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.kv_pool import SCALE_BYTES, KvCache, KvPool, zeroed
@@ -191,7 +190,7 @@ class DsaDecoder(LatentDecoder):
             hidden = self._vocabulary.embed(batch.token_ids)
         dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
         layers = self.parameters.layers
-        normed = rms_norm(hidden, layers[0].input_norm, self.config.norm_eps)
+        normed = self._enter(hidden)
         for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
             key_planes = index_pool.layer(self._groups[index])
             key = self._key_write(layer.indexer, key_planes, new_rows)

@@ -23,7 +23,12 @@ def make_layer_stack(parameters: DecoderParameters, kv_dtype: torch.dtype, scale
 
 def _layer(layer: LayerParameters) -> Layer | None:
     mlp = layer.mlp
-    if not isinstance(mlp, MlpParameters):
+    if (
+        layer.input_norm is None
+        or layer.mlp_norm is None
+        or layer.step is not None
+        or not isinstance(mlp, MlpParameters)
+    ):
         return None
     qkv, o = layer.qkv.in_stack(layer.qkv_bias), layer.o.in_stack(layer.o_bias)
     gate_up, down = mlp.gate_up.in_stack(mlp.gate_up_bias), mlp.down.in_stack(mlp.down_bias)

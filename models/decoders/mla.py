@@ -6,7 +6,6 @@ chunks and single tokens are treated alike.
 
 import torch
 
-from ...kernels.linear.rms_norm import rms_norm
 from ...kernels.mla.dense_mla import dense_mla
 from ...kernels.mla.tile_plan import TilePlan, plan_tiles
 from ...memory.kv_pool import KvCache, KvPool
@@ -71,7 +70,7 @@ class MlaDecoder(LatentDecoder):
             hidden = self._vocabulary.embed(batch.token_ids)
         mla, cos_sin = self._mla, self._rotary.cos_sin(batch.positions)
         layers = self.parameters.layers
-        normed = rms_norm(hidden, layers[0].input_norm, self.config.norm_eps)
+        normed = self._enter(hidden)
         for index, layer in enumerate(layers):  # like the pool, `index` counts the layers of this rank
             pages = latent_pages(pool, index)
             compressed = compress(normed, layer.attention, *cos_sin, RowPlaces(pages, new_rows), None)

@@ -37,22 +37,23 @@ class StageMlps:
         index: int,
         hidden: torch.Tensor,
         attended: torch.Tensor,
-        norm: torch.Tensor,
+        norm: torch.Tensor | None,
         ranks: Sequence[RankTokens] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden + attended [T, hidden], and the result of a layer for its norm. `ranks`: see ForwardBatch."""
+        """hidden + attended [T, hidden], and the result of a layer for its norm, or without a norm for itself. `ranks`:
+        see ForwardBatch.
+        """
         eps = self._config.norm_eps
-        if ranks is None:
+        if ranks is None and norm is not None:
             hidden, update = add_feed_forward(hidden, attended, norm, eps, self._mlps[index], self._config.moe)
             return hidden, self._parallel.all_reduce(update)
-        hidden, normed = add_rms_norm(hidden, attended, norm, eps)
-        return hidden, self._exchanged(index, normed, ranks)
-
-    def of_layer(self, index: int, rows: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
-        """The result of a layer for rows [T, hidden], without a norm."""
+        if norm is None:
+            hidden = normed = hidden + attended
+        else:
+            hidden, normed = add_rms_norm(hidden, attended, norm, eps)
         if ranks is None:
-            return self._parallel.all_reduce(feed_forward(rows, self._mlps[index], self._config.moe))
-        return self._exchanged(index, rows, ranks)
+            return hidden, self._parallel.all_reduce(feed_forward(normed, self._mlps[index], self._config.moe))
+        return hidden, self._exchanged(index, normed, ranks)
 
     def assist(self, ranks: Sequence[RankTokens], nothing: torch.Tensor) -> None:
         """Take part in a step in which this rank has no tokens: compute its part of the MLPs for those of `ranks`.

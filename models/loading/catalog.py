@@ -10,10 +10,11 @@ import msgspec
 
 from ...common.errors import StartupError
 from ...configs.setting_types import LoadFormat
-from ..config.model import ModelConfig, read_config_file, read_gguf_config
+from ..config.model import ModelConfig
 from ..formats.gguf_file import open_gguf
 from ..formats.json_fields import shown
 from ..formats.model_files import check_values, is_inside, open_model_file, read_model_file
+from ..registry import read_config_file, read_gguf_config
 
 EMBEDDED_MODEL = "smollm2"
 WEIGHT_FILE = "model.safetensors"

@@ -14,7 +14,7 @@ from ..weights.slots import Slot
 
 
 def fill_with_noise(slots: Mapping[str, Slot], stored: Format | None = None) -> None:
-    """Fill every slot (dense_parameters.py) on its device, a block of rows at a time, with values that include its
+    """Fill every slot (slots.py) on its device, a block of rows at a time, with values that include its
     offset. `stored` has the tensors that a checkpoint would store in its format.
     """
     for name, slot in slots.items():

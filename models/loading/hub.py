@@ -21,9 +21,9 @@ import httpx
 from ...common.errors import StartupError
 from ...common.progress import INTERVAL_S
 from ...configs.setting_types import LoadFormat
-from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_gguf
 from ..formats.hub_client import checked_client
 from ..formats.json_fields import bare
+from ..registry import check_gguf, read_config_file
 from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors
 
 log = logging.getLogger("pdserve.models")
@@ -60,8 +60,8 @@ class HubModel:
         StartupError for a model that is not supported.
         """
         if self.gguf is not None:
-            if self.gguf_architecture is not None and self.gguf_architecture not in GGUF_ARCHITECTURES:
-                raise unsupported_gguf(f"model {self.repo}", self.gguf_architecture)
+            if self.gguf_architecture is not None:
+                check_gguf(f"model {self.repo}", self.gguf_architecture)
             return None
         for name in _REQUIRED:
             if name not in self.files:

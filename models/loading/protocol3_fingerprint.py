@@ -1,115 +1,54 @@
 """The fingerprint that servers of protocol version 3 have compared since before 0.1.0. No torch. Frozen.
 
-It depends on how `ModelConfig` was spelled then, so this file spells it out: names on the left stay, whatever becomes
-of the classes on the right. `fingerprint.py` has the one that needs none of this, which decides wherever both servers
-send it. This file goes with protocol version 3.
+It depends on how `ModelConfig` was spelled then, so this file spells it out: these names stay, and whoever renames a
+field of the classes maps it here. `fingerprint.py` has the one that needs none of this, which decides wherever both
+servers send it. This file goes with protocol version 3.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ..config.dsa import DsaConfig
-from ..config.mla import MlaConfig
 from ..config.model import ModelConfig
-from ..config.moe import MoeConfig
-from ..config.rope import RopeConfig
 
-_Fields = dict[str, Any]
+_FIELDS = (
+    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+    "head_dim", "context_length", "norm_eps", "rope", "tied_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm",
+    "dtype", "mla",
+)  # fmt: skip
+_LATER = (
+    "moe", "mixed", "window", "windowed", "local_rope", "query_scalar", "gelu", "post_norms", "norm_offset",
+    "float32_norms", "scaled_embedding", "logit_cap", "sinks",
+)  # fmt: skip
+"""Fields that came later count only where they are set."""
+_ROPE = (
+    "kind", "theta", "factor", "original_context_length", "low_freq_factor", "high_freq_factor", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "factors",
+)  # fmt: skip
+_MLA = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+_DSA = ("index_heads", "index_dim", "index_topk", "index_interleaved", "indexed")
+_MOE = (
+    "num_experts", "experts_per_token", "expert_size", "shared_size", "num_groups", "groups_per_token", "normalised",
+    "scale", "scoring",
+)  # fmt: skip
+_MOE_LATER = ("biases", "limit")
 
 
 def protocol3_configuration(config: ModelConfig) -> bytes:
-    """What that fingerprint covers of the configuration: no stop tokens. Fields that came later only where set."""
-    fields: _Fields = {
-        "architecture": config.architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_layers": config.num_layers,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "context_length": config.context_length,
-        "norm_eps": config.norm_eps,
-        "rope": _rope(config.rope),
-        "tied_embeddings": config.tied_embeddings,
-        "qkv_bias": config.qkv_bias,
-        "o_bias": config.o_bias,
-        "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm,
-        "dtype": config.dtype,
-        "mla": _mla(config.mla) if config.mla is not None else None,
+    """What that fingerprint covers of the configuration: no stop tokens."""
+    later = _fields(config, (), _LATER) | (config.scheme.protocol3 if config.scheme is not None else {})
+    parts = {
+        "rope": _fields(config.rope, _ROPE),
+        "local_rope": config.local_rope and _fields(config.local_rope, _ROPE),
+        "mla": config.mla and _fields(config.mla, _MLA + (_DSA if isinstance(config.mla, DsaConfig) else ())),
+        "moe": config.moe and _fields(config.moe, _MOE, _MOE_LATER),
     }
-    later: _Fields = {
-        "moe": _moe(config.moe) if config.moe is not None else None,
-        "mixed": config.mixed,
-        "window": config.window,
-        "windowed": config.windowed,
-        "local_rope": _rope(config.local_rope) if config.local_rope is not None else None,
-        "query_scalar": config.query_scalar,
-        "gelu": config.gelu,
-        "post_norms": config.post_norms,
-        "norm_offset": config.norm_offset,
-        "float32_norms": config.float32_norms,
-        "scaled_embedding": config.scaled_embedding,
-        "logit_cap": config.logit_cap,
-        "sinks": config.sinks,
+    fields = _fields(config, _FIELDS) | later
+    return json.dumps({name: parts.get(name, value) for name, value in fields.items()}, sort_keys=True).encode()
+
+
+def _fields(value: object, names: Sequence[str], later: Sequence[str] = ()) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names} | {
+        name: found for name in later if (found := getattr(value, name))
     }
-    if config.scheme is not None:
-        later |= config.scheme.protocol3
-    return json.dumps(fields | _set(later), sort_keys=True).encode()
-
-
-def _set(fields: _Fields) -> _Fields:
-    return {name: value for name, value in fields.items() if value}
-
-
-def _rope(rope: RopeConfig) -> _Fields:
-    return {
-        "kind": rope.kind,
-        "theta": rope.theta,
-        "factor": rope.factor,
-        "original_context_length": rope.original_context_length,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "attention_factor": rope.attention_factor,
-        "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow,
-        "mscale": rope.mscale,
-        "mscale_all_dim": rope.mscale_all_dim,
-        "truncate": rope.truncate,
-        "factors": rope.factors,
-    }
-
-
-def _mla(mla: MlaConfig) -> _Fields:
-    fields: _Fields = {
-        "q_rank": mla.q_rank,
-        "kv_rank": mla.kv_rank,
-        "nope_dim": mla.nope_dim,
-        "rope_dim": mla.rope_dim,
-        "value_dim": mla.value_dim,
-    }
-    if isinstance(mla, DsaConfig):
-        fields |= {
-            "index_heads": mla.index_heads,
-            "index_dim": mla.index_dim,
-            "index_topk": mla.index_topk,
-            "index_interleaved": mla.index_interleaved,
-            "indexed": mla.indexed,
-        }
-    return fields
-
-
-def _moe(moe: MoeConfig) -> _Fields:
-    fields: _Fields = {
-        "num_experts": moe.num_experts,
-        "experts_per_token": moe.experts_per_token,
-        "expert_size": moe.expert_size,
-        "shared_size": moe.shared_size,
-        "num_groups": moe.num_groups,
-        "groups_per_token": moe.groups_per_token,
-        "normalised": moe.normalised,
-        "scale": moe.scale,
-        "scoring": moe.scoring,
-    }
-    return fields | _set({"biases": moe.biases, "limit": moe.limit})

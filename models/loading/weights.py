@@ -1,9 +1,9 @@
 """Loads checkpoint files into a model's memory, one tensor at a time, without a second copy of the model."""
 
-import functools
 import logging
 import re
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from ...common.progress import ProgressLog
 from ...configs.setting_types import LoadFormat
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
+from ..config.sharding import WHOLE, Shard
+from ..decoders.dense_parameters import DecoderParameters
+from ..decoders.latent_parameters import LatentParameters
 from ..decoders.rank_parameters import EMBEDDING, HEAD
-from ..decoders.registry import parameters_of
 from ..formats.gguf_file import open_gguf
 from ..formats.json_fields import shown
 from ..formats.model_files import open_model_file, safetensors_header
+from ..registry import family_of
 from ..weights.format import Checkpoint, Format, StoredCheckpoint, format_of
 from ..weights.gguf import GgufCheckpoint, GgufFormat
 from ..weights.slots import Slot
@@ -27,11 +30,34 @@ from .catalog import WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors, sa
 
 log = logging.getLogger(__name__)
 
+_HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 _ROWS_COMPARED = 4096
 
 
+def allocate_parameters(
+    config: ModelConfig,
+    shard: Shard = WHOLE,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: Format | None = None,
+) -> DecoderParameters | LatentParameters:
+    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `stored`
+    has the tensors to keep as they are stored where possible.
+    """
+    config.check_shares(shard)
+    kind = DecoderParameters if config.mla is None else LatentParameters
+    step = family_of(config).attention_step
+    return kind.allocate(config, shard, device=device, dtype=dtype, stored=stored, step=step)
+
+
+def tensor_names(config: ModelConfig) -> Collection[str]:
+    """The tensors that a checkpoint of the whole model has."""
+    return allocate_parameters(config, device=torch.device("meta"), dtype=torch.float32).slots().keys()
+
+
 def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collection[str] | None = None) -> None:
-    """Fill every slot (dense_parameters.py); raises StartupError naming a missing, extra or misshapen tensor.
+    """Fill every slot (slots.py); raises StartupError naming a missing, extra or misshapen tensor.
 
     `names` are the tensors of the whole model, if the slots are only those of a rank.
     """
@@ -49,9 +75,9 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
     unexpected = sorted(name for name in checkpoint.shapes.keys() - known if not _IGNORED.search(name))
     if isinstance(checkpoint, StoredCheckpoint):
         unexpected = [name for name in unexpected if not checkpoint.is_filler(name)]
-    if source.config.tied_embeddings and HEAD in unexpected:
+    if source.config.tied_embeddings and _HEAD in unexpected:
         _check_tied_head(SafetensorsCheckpoint(source.path, source.config))
-        unexpected.remove(HEAD)  # some tools save the tied matrix twice
+        unexpected.remove(_HEAD)  # some tools save the tied matrix twice
     if unexpected:
         raise StartupError(
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
@@ -70,10 +96,10 @@ def _check_tied_head(files: "SafetensorsCheckpoint") -> None:
     """Raise StartupError if the head is not the embedding: transformers would not tie them. A quantised copy differs
     only by rounding.
     """
-    quantised = any(name.startswith(f"{HEAD}_") for name in files.shapes)
-    if HEAD in files.shapes and not quantised and not files.are_equal(HEAD, EMBEDDING):
+    quantised = any(name.startswith(f"{_HEAD}_") for name in files.shapes)
+    if _HEAD in files.shapes and not quantised and not files.are_equal(_HEAD, _EMBEDDING):
         raise StartupError(
-            f"model {files.directory}: tensor {HEAD!r} is not the same as {EMBEDDING!r}, and config.json says "
+            f"model {files.directory}: tensor {_HEAD!r} is not the same as {_EMBEDDING!r}, and config.json says "
             "tie_word_embeddings: set that to false to use both"
         )
 
@@ -91,7 +117,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
 
 def _gguf_checkpoint(source: ModelSource) -> GgufCheckpoint:
     config = source.config
-    return GgufCheckpoint(open_gguf(source.path), config.head_dim if config.architecture == "llama" else None)
+    return GgufCheckpoint(open_gguf(source.path), config.head_dim if family_of(config).gguf_interleaved else None)
 
 
 def stored_format(source: ModelSource, load_format: LoadFormat) -> Format | None:
@@ -108,7 +134,7 @@ def stored_format(source: ModelSource, load_format: LoadFormat) -> Format | None
     return found(scheme, found.open(scheme, SafetensorsCheckpoint(source.path, source.config)).tensors)
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def usual_format(config: ModelConfig) -> Format | None:
     """The format of a model, with the tensors that checkpoints usually have in it.
 
@@ -118,14 +144,12 @@ def usual_format(config: ModelConfig) -> Format | None:
     scheme = config.scheme
     if scheme is None or not (found := format_of(scheme)).keeps(scheme):
         return None
-    slots = parameters_of(config).allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
+    slots = allocate_parameters(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
     return found(scheme, found.usual({name: slot.shape for name, slot in slots.items()}))
 
 
 class SafetensorsCheckpoint:
-    """One or several memory-mapped safetensors files, without tensors of DeepSeek and GLM that nothing uses: the extra
-    layers for multi-token prediction, and the indexers of layers that do not select.
-    """
+    """One or several memory-mapped safetensors files, without tensors that nothing uses."""
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         self.directory = directory
@@ -152,7 +176,8 @@ class SafetensorsCheckpoint:
                         continue
                 shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._file_of[name] = file
-        self.shapes = {n: shape for n, shape in shapes.items() if config.mla is None or not _is_unused(n, config)}
+        family = family_of(config)
+        self.shapes = {name: shape for name, shape in shapes.items() if not family.is_unused(name, config)}
 
     def read_into(self, name: str, slot: Slot) -> None:
         if slot.fills_whole:
@@ -170,13 +195,3 @@ class SafetensorsCheckpoint:
             torch.equal(*(part[start : start + _ROWS_COMPARED].float() for part in parts))
             for start in range(0, self.shapes[first][0], _ROWS_COMPARED)
         )
-
-
-def _is_unused(name: str, config: ModelConfig) -> bool:
-    found = re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name)
-    if found is None:
-        return False
-    layer = int(found[1])
-    if layer >= config.num_layers:
-        return True
-    return found[2] is not None and config.dsa is not None and not config.dsa.indexed[layer]

@@ -6,7 +6,7 @@ docs/adding_a_format.md walks through it.
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from ...memory.sizing import GIB
 from .schemes import Scheme
-from .slots import Slot
+from .slots import Share, Slot
 from .weight import AnyWeight
 
 log = logging.getLogger(__name__)
@@ -27,32 +27,48 @@ _IN_16_BITS = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", "weights
 
 
 class Part(NamedTuple):
-    """Rows of a matrix that a checkpoint tensor fills, with its rows from `first_row` on; of experts, for each."""
+    """Rows of a matrix that a checkpoint tensor fills, from row `at` on. Those beyond its end are padding."""
 
     tensor: str
-    rows: int
-    at: int = 0  # first row in the matrix
-    first_row: int = 0
+    rows: Share
+    at: int = 0
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix [rows, columns] that a rank needs, or one per expert, and the checkpoint tensors that fill it. Its
-    columns are those of the checkpoint from `first_column` on.
+    """A matrix [rows, columns] that a rank needs, or one per expert, and the checkpoint tensors that fill it: those of
+    the first expert first.
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    across: Share  # its columns
     dtype: torch.dtype  # of elements that are not kept as stored, and of scales
     device: torch.device
-    first_column: int = 0
     place: Place = "layer"
     wide: bool = False  # up to 1.5 times as fast for few rows of x if torch multiplies and it is stored [in, out]
     padded: bool = False  # there may be rows after the parts
+    stacked: Share | None = None  # these of all experts, which are one tensor [experts, columns, rows]
 
     @property
     def columns(self) -> int:
-        return self.shape[-1]
+        return self.across.size
+
+    @property
+    def first_column(self) -> int:
+        return self.across.start
+
+    def slots(self, weight: AnyWeight) -> Iterator[tuple[str, Slot]]:
+        """Tensors, and what each fills of the weight."""
+        if self.stacked is not None:
+            (part,) = self.parts
+            yield part.tensor, Slot.of(weight, self.stacked, self.across, part.rows, transposed=True)
+            return
+        each = [weight] if len(self.shape) == 2 else list(weight.each())
+        per_matrix = len(self.parts) // max(len(each), 1)
+        for index, part in enumerate(self.parts):
+            end = part.at + min(part.rows.size, part.rows.whole - part.rows.start)
+            yield part.tensor, Slot.of(each[index // per_matrix][part.at : end], part.rows, self.across)
 
 
 class Checkpoint(Protocol):
@@ -138,18 +154,25 @@ class Format(ABC):
         """Log the memory that it costs to expand tensors of a rank instead of keeping them as they are stored. `keep`:
         they are kept where possible.
         """
-        held = [slot for name, slot in slots.items() if name in self.tensors]
-        expanded = [slot.target for slot in held if slot.weight is None]
+        held = {name: slot for name, slot in slots.items() if name in self.tensors}
+        expanded = {name: slot.target for name, slot in held.items() if slot.weight is None}
         if expanded:
             log.info(
                 "%s weights: %d of %d tensors are dequantized to %s and take %.2f GiB more (%s)",
                 self.label,
                 len(expanded),
                 len(held),
-                str(expanded[0].dtype).removeprefix("torch."),
-                sum(target.nbytes - target.numel() * self.scheme.bits / 8 for target in expanded) / GIB,
-                self.reason if keep else f"{device} has no {self.label} kernels",
+                str(next(iter(expanded.values())).dtype).removeprefix("torch."),
+                sum(each.nbytes - each.numel() * self._bits(name) / 8 for name, each in expanded.items()) / GIB,
+                self.reason if keep else self._missing_kernels(device),
             )
+
+    def _bits(self, _name: str) -> float:
+        """Of a stored element of a tensor."""
+        return float(self.scheme.bits)
+
+    def _missing_kernels(self, device: torch.device) -> str:
+        return f"{device} has no {self.label} kernels"
 
 
 class SafetensorsFormat(Format):

@@ -141,7 +141,7 @@ class Fp8Format(SafetensorsFormat):
     def allocate(self, matrix: Matrix) -> Fp8Weight:
         if self.scheme.block is None:
             return Fp8Weight(Fp8Matrix.allocate_by_row(*matrix.shape, device=matrix.device))
-        row_group = common_row_group(row for part in matrix.parts for row in (part.at, part.first_row))
+        row_group = common_row_group(row for part in matrix.parts for row in (part.at, part.rows.start))
         return Fp8Weight(Fp8Matrix.allocate(*matrix.shape, row_group=row_group, device=matrix.device))
 
     def draw(self, name: str, slot: Slot, spread: float) -> None:

@@ -152,6 +152,7 @@ class GgufFormat(Format):
 
     label = "GGUF"
     places = ("layer", "vocabulary")
+    reason = "shards that begin or end inside a block, or layers with other types"
     on_cpu = True
     tensors: Mapping[str, str]
 
@@ -168,42 +169,25 @@ class GgufFormat(Format):
         return all(fits_blocks(each, matrix.columns, matrix.first_column) for each in types)
 
     def allocate(self, matrix: Matrix) -> GgufWeight:
-        types = [(part.rows, self.tensors[part.tensor]) for part in matrix.parts]
+        types = [(part.rows.size, self.tensors[part.tensor]) for part in matrix.parts]
         # with padding rows, groups of interleaved rows would not begin with a tensor
         blocks = GgufBlocks.allocate(types, matrix.columns, device=matrix.device, interleave=not matrix.padded)
         return GgufWeight(blocks)
 
     def log_expansion(self, slots: Mapping[str, Slot], device: torch.device, *, keep: bool) -> None:
         """How much stays in blocks, too."""
-        matrices = {name: slot for name, slot in slots.items() if name in self.tensors}
-        kept = {name: slot for name, slot in matrices.items() if slot.weight is not None}
+        kept = {name: slot for name, slot in slots.items() if name in self.tensors and slot.weight is not None}
         if kept:
             types = Counter(self.tensors[name] for name in kept)
             found = ", ".join(f"{count} of {name}" for name, count in types.most_common())
             log.info("GGUF weights: %.2f GiB stay quantized (%s)", sum(s.nbytes for s in kept.values()) / GIB, found)
-        expanded = {name: slot for name, slot in matrices.items() if slot.weight is None}
-        if not expanded:
-            return
-        reason = "shards that begin or end inside a block, or layers with other types" if keep else _reason(device)
-        log.info(
-            "GGUF weights: %d of %d tensors are dequantized to %s and take %.2f GiB instead of %.2f (%s)",
-            len(expanded),
-            len(matrices),
-            str(next(iter(expanded.values())).target.dtype).removeprefix("torch."),
-            sum(slot.nbytes for slot in expanded.values()) / GIB,
-            sum(_stored_bytes(slot, self.tensors[name]) for name, slot in expanded.items()) / GIB,
-            reason,
-        )
+        super().log_expansion(slots, device, keep=keep)
 
+    def _bits(self, name: str) -> float:
+        elements, size_bytes = block_size(self.tensors[name])
+        return 8 * size_bytes / elements
 
-def _reason(device: torch.device) -> str:
-    if device.type != "cpu":
-        return f"{device} has no kernels for them"
-    return (
-        "they stay quantized with dtype = auto" if numba_computes() else "only the Numba kernels read quantized weights"
-    )
-
-
-def _stored_bytes(slot: Slot, type_name: str) -> float:
-    elements, size_bytes = block_size(type_name)
-    return slot.target.numel() / elements * size_bytes
+    def _missing_kernels(self, device: torch.device) -> str:
+        if device.type != "cpu":
+            return super()._missing_kernels(device)
+        return "they stay quantized with dtype = auto" if numba_computes() else "only the Numba kernels read them"

@@ -20,7 +20,8 @@ import torch
 
 from ...common.errors import StartupError
 from ...kernels.backends.dispatch import use_triton
-from ...kernels.nvfp4.nvfp4 import GROUP, Nvfp4Matrix, nvfp4_experts, nvfp4_linear, nvfp4_tile_rows, supports_nvfp4
+from ...kernels.nvfp4.nvfp4 import GROUP, Nvfp4Matrix, nvfp4_linear, supports_nvfp4
+from ...kernels.nvfp4.nvfp4_experts import Nvfp4Experts, nvfp4_experts, nvfp4_tile_rows
 from ...kernels.packed4.group_format import E2M1
 from .format import Checkpoint, Matrix, SafetensorsFormat, StoredCheckpoint
 from .noise import draw_rows
@@ -34,7 +35,7 @@ _PARTS = {"compressed-tensors": (".weight_packed", _INVERSE), "modelopt": (".wei
 _UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")
 
 
-class Nvfp4Weight(Weight[Nvfp4Matrix]):
+class Nvfp4Weight(Weight[Nvfp4Matrix | Nvfp4Experts]):
     @property
     def values(self) -> torch.Tensor:
         return self.operand.packed
@@ -43,12 +44,15 @@ class Nvfp4Weight(Weight[Nvfp4Matrix]):
         return self.operand.expanded()
 
     def each(self) -> Iterator["Nvfp4Weight"]:
+        assert isinstance(self.operand, Nvfp4Experts)
         return map(Nvfp4Weight, self.operand.experts())
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert isinstance(self.operand, Nvfp4Matrix)
         return nvfp4_linear(x, self.operand, bias)
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False) -> torch.Tensor:
+        assert isinstance(self.operand, Nvfp4Matrix)
         assert not gelu, "GELU is not supported for NVFP4 weights"
         return nvfp4_linear(x, self.operand, bias, gated=True)
 
@@ -66,6 +70,8 @@ class Nvfp4Weight(Weight[Nvfp4Matrix]):
         **others: Any,
     ) -> torch.Tensor:
         assert isinstance(down, Nvfp4Weight)
+        assert isinstance(self.operand, Nvfp4Experts)
+        assert isinstance(down.operand, Nvfp4Experts)
         assert not any(option is not None for option in others.values()), "experts of NVFP4 have no biases and no limit"
         return nvfp4_experts(
             x,
@@ -148,7 +154,8 @@ class Nvfp4Format(SafetensorsFormat):
         return matrix.columns % GROUP == 0 and matrix.first_column % GROUP == 0
 
     def allocate(self, matrix: Matrix) -> Nvfp4Weight:
-        return Nvfp4Weight(Nvfp4Matrix.allocate(*matrix.shape, device=matrix.device))
+        kind = Nvfp4Experts if len(matrix.shape) == 3 else Nvfp4Matrix
+        return Nvfp4Weight(kind.allocate(*matrix.shape, device=matrix.device))
 
     def draw(self, name: str, slot: Slot, spread: float) -> None:
         """The nearest values of numbers of standard deviation 2, with one scale."""

@@ -1,10 +1,28 @@
 """Maps parts of checkpoint tensors to parts of a rank's weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from .weight import AnyWeight, Weight
+from .weight import AnyWeight
+
+
+class Share(NamedTuple):
+    """A part of a dimension of a checkpoint tensor: `size` elements of `whole`, from `start` on."""
+
+    start: int
+    size: int
+    whole: int
+
+    @staticmethod
+    def of(items: range, count: int, width: int = 1) -> "Share":
+        """Of `count` items, each of `width` elements."""
+        return Share(items.start * width, len(items) * width, count * width)
+
+    @staticmethod
+    def all(size: int) -> "Share":
+        return Share(0, size, size)
 
 
 @dataclass(frozen=True)
@@ -19,28 +37,16 @@ class Slot:
     offset: float = 0.0  # added to the values of the checkpoint
 
     @staticmethod
-    def whole(target: torch.Tensor | AnyWeight, offset: float = 0.0) -> "Slot":
-        """Filled with all of a checkpoint tensor, plus `offset`."""
-        return replace(Slot.part(target, dim=0, start=0, size=len(target)), offset=offset)
-
-    @staticmethod
-    def part(target: torch.Tensor | AnyWeight, *, dim: int, start: int, size: int) -> "Slot":
-        """Filled with a range of a checkpoint tensor that has `size` elements in dimension `dim`, from `start` on."""
-        shape, first = list(target.shape), [0] * len(target.shape)
-        shape[dim], first[dim] = size, start
-        if not isinstance(target, Weight):
-            return Slot(target, tuple(shape), tuple(first))
-        return Slot(target.values, tuple(shape), tuple(first), target if target.filled_as_stored else None)
-
-    @staticmethod
-    def transposed_part(target: AnyWeight, *, dim: int, start: int, size: int) -> "Slot":
-        """The same with the last two dimensions of the tensor exchanged; `dim` is one of the tensor."""
-        if not target.filled_as_stored:
-            return Slot.part(target.values.transpose(-1, -2), dim=dim, start=start, size=size)
-        slot = Slot(target.values, (), (), target, transposed=True)
-        shape, first = list(slot.size), [0] * len(slot.size)
-        shape[dim], first[dim] = size, start
-        return replace(slot, shape=tuple(shape), start=tuple(first))
+    def of(weight: AnyWeight, *shares: Share, transposed: bool = False) -> "Slot":
+        """A part of a tensor for all of a weight. `transposed`: its last two dimensions are exchanged."""
+        stored = weight.filled_as_stored
+        return Slot(
+            weight.values.transpose(-1, -2) if transposed and not stored else weight.values,
+            tuple(share.whole for share in shares),
+            tuple(share.start for share in shares),
+            weight if stored else None,
+            transposed and stored,
+        )
 
     @property
     def nbytes(self) -> int:

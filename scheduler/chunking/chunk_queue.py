@@ -31,15 +31,15 @@ T = TypeVar("T", bound=Chunked)
 
 
 class Chunk(NamedTuple, Generic[T]):
-    """Tokens [start, end) of a prompt."""
+    """Tokens [start, end) of the prompt of its owner."""
 
-    prompt: T
+    owner: T
     start: int
     end: int
 
     @property
     def last(self) -> bool:
-        return self.end == self.prompt.prompt_tokens
+        return self.end == self.owner.prompt_tokens
 
 
 class ChunkQueue(Generic[T]):
@@ -107,13 +107,13 @@ class ChunkQueue(Generic[T]):
         chunks = [Chunk(prompt, prompt.scheduled, end) for prompt, end in ends.items()]
         if not chunks:
             return []
-        leading = chunks[0].prompt.priority
-        self._queue.turn({chunk.prompt for chunk in chunks if chunk.prompt.priority == leading})
+        leading = chunks[0].owner.priority
+        self._queue.turn({chunk.owner for chunk in chunks if chunk.owner.priority == leading})
         for chunk in chunks:
-            chunk.prompt.scheduled = chunk.end
+            chunk.owner.scheduled = chunk.end
             if chunk.last:
-                self.remove(chunk.prompt)
-                self._fully_scheduled.add(chunk.prompt)
+                self.remove(chunk.owner)
+                self._fully_scheduled.add(chunk.owner)
         return chunks
 
     def _in_order(self, now: float, tokens_per_s: float | None) -> list[T]:

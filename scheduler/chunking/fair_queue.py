@@ -1,5 +1,6 @@
-"""A queue of prompts that wait for pages or for the next step: by priority, then by arrival. The oldest prompt gets a
-turn after MAX_OVERTAKES turns of others. Queues that keep another order have `Ageing` instead.
+"""Nobody starves in a queue: what MAX_OVERTAKES others have overtaken is next (`Overtakes`).
+
+`FairQueue` is a queue of prompts that wait for pages or for the next step: by priority, then by arrival.
 """
 
 import bisect
@@ -21,6 +22,25 @@ class Prioritized(Hashable, Protocol):
 
 
 T = TypeVar("T", bound=Prioritized)
+WaitingT = TypeVar("WaitingT", bound=Hashable)
+
+
+class Overtakes(dict[WaitingT, tuple[int, int]]):
+    """For each in a queue that was overtaken, because another one got what it waits for: how often, and the highest
+    priority among those that did. Whoever has its turn, or does not wait any more, is removed.
+    """
+
+    def add(self, waiting: WaitingT, priority: int) -> int | None:
+        """One of this priority has overtaken it. If it is due now, returns the highest priority among those that did,
+        which it gets.
+        """
+        times, highest = self.get(waiting, (0, priority))
+        self[waiting] = times, highest = times + 1, max(highest, priority)
+        return highest if times >= MAX_OVERTAKES else None
+
+    def is_due(self, waiting: WaitingT) -> bool:
+        """Whether it has been overtaken often enough: it is next."""
+        return waiting in self and self[waiting][0] >= MAX_OVERTAKES
 
 
 class FairQueue(Generic[T]):
@@ -29,8 +49,8 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._in_order: list[T] = []
         self._by_arrival: collections.OrderedDict[T, None] = collections.OrderedDict()
-        self._overtaken = 0
-        """Turns of other requests since the oldest one had a turn, or became the oldest."""
+        self._overtakes: Overtakes[T] = Overtakes()
+        """Of the oldest request, by turns of others since it had a turn, or became the oldest."""
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -50,7 +70,7 @@ class FairQueue(Generic[T]):
     @property
     def oldest_is_due(self) -> bool:
         """Others have overtaken the oldest often enough: it comes first, whatever its priority."""
-        return self._overtaken >= MAX_OVERTAKES
+        return bool(self._overtakes) and self._overtakes.is_due(self._oldest)
 
     @property
     def first(self) -> T:
@@ -63,7 +83,11 @@ class FairQueue(Generic[T]):
 
     def turn(self, requests: Collection[T]) -> None:
         """These requests had a turn, and stay in the queue."""
-        self._overtaken = 0 if self._oldest in requests else self._overtaken + 1
+        oldest = self._oldest
+        if oldest in requests:
+            self._overtakes.pop(oldest, None)
+        else:
+            self._overtakes.add(oldest, oldest.priority)
 
     def take(self, request: T) -> None:
         """Remove a request that has its turn."""
@@ -72,8 +96,7 @@ class FairQueue(Generic[T]):
 
     def remove(self, request: T) -> None:
         """Remove a request, which has to be in the queue."""
-        if request is self._oldest:
-            self._overtaken = 0
+        self._overtakes.pop(request, None)
         del self._by_arrival[request]
         first = bisect.bisect_left(self._in_order, _precedence(request), key=_precedence)
         del self._in_order[self._in_order.index(request, first)]
@@ -85,26 +108,3 @@ class FairQueue(Generic[T]):
 
 def _precedence(request: Prioritized) -> int:
     return -request.priority
-
-
-class Ageing:
-    """Counts the requests of one queue that overtake others. After MAX_OVERTAKES, the longest-waiting request gets the
-    highest priority among those that overtook it.
-    """
-
-    def __init__(self) -> None:
-        self._passes = 0
-        self._highest = 0
-
-    def passed(self, priority: int, lowest: int) -> int | None:
-        """A request of `priority` has left the queue; the lowest priority that remains is `lowest`. Returns a priority
-        if ageing is due: the caller raises the oldest request of a lower priority to it.
-        """
-        if priority <= lowest:
-            return None
-        self._highest = max(self._highest, priority) if self._passes else priority
-        self._passes += 1
-        if self._passes < MAX_OVERTAKES:
-            return None
-        self._passes = 0
-        return self._highest

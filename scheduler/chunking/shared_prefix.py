@@ -63,7 +63,7 @@ class PrefixesInProgress:
         self._add(leader)
         return leader
 
-    def advance(self, leader: PrefixInProgress, computed: int) -> None:
+    def cached(self, leader: PrefixInProgress, computed: int) -> None:
         """The prefix cache has the first `computed` tokens."""
         self._remove(leader)
         leader.computed = computed

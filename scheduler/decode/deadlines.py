@@ -9,10 +9,11 @@ from ...common.errors import DeadlineError, RequestError, UnavailableError
 from ..chunking.step_rule import LATE_GAPS
 from ..messages.counters import FIRST_TOKEN_STAGES
 from ..messages.lifecycle import State
-from .dispatch.dispatcher import PrefillDispatcher
-from .dispatch.local_prefill import LocalPrefill
-from .requests.limits import DecodeLimits
+from .memory.resources import Resources
+from .placement.peers import PrefillPeers
+from .placer import Placer
 from .requests.request import Prompt, Request
+from .rooms.rooms import Rooms
 
 LAST_CHANCE = 0.25
 """A dispatched prompt gets at least this fraction of `queue_timeout_s`, counted from its dispatch, until prefill has to
@@ -21,12 +22,29 @@ begin it. Otherwise, under overload, prefill would get only prompts that are abo
 
 
 class Deadlines:
-    """Finds requests whose time is up. Looks at a request when it may be due, not in every turn."""
+    """Finds requests whose time is up. Looks at a request when it may be due, not in every turn.
 
-    def __init__(self, dispatcher: PrefillDispatcher) -> None:
-        self._dispatcher = dispatcher
-        self._limits = dispatcher.limits
-        self._peers = dispatcher.peers
+    A request counts once as late for its first token, and once for its first gap that is too long: by more than the
+    tenth that the rule for steps allows.
+    """
+
+    def __init__(self, resources: Resources, rooms: Rooms, peers: PrefillPeers, placer: Placer) -> None:
+        self._limits = resources.limits
+        self._counters = resources.counters
+        self._queued = rooms.queued
+        self._computing = rooms.computing
+        self._peers = peers
+        self._placer = placer
+        self._least_s = LATE_GAPS * rooms.computing.gap_limit_s()
+        """No shorter time between two tokens is late, for requests without a limit of their own. Nearly all are: the
+        limit itself, which depends on the time of a step, is then not needed.
+        """
+        self._late_s: float | None = None
+        """The limit for the tokens of the last step; None if it was not needed."""
+        self._with_prompts: collections.deque[bool] = collections.deque(maxlen=self._limits.stages + 1)
+        """Whether each of the last steps computed prompts. The token of a request takes a step in each stage; a step
+        that computes prompts may also be between two that have none.
+        """
         self._shortest_s = min(
             self._limits.queue_timeout_s, self._limits.prefill_wait_s, self._limits.prefill_timeout_s
         )
@@ -41,7 +59,7 @@ class Deadlines:
 
     def watch(self, request: Request) -> None:
         """Add a request that is new or was queued again."""
-        self._look(request.rid, min(self._next(request)[0], request.lifecycle.since + self._shortest_s))
+        self._look(request.rid, min(self._next(request)[0], request.since + self._shortest_s))
 
     def resumed(self, now: float) -> None:
         """This process was stopped and continues at `now`."""
@@ -71,12 +89,12 @@ class Deadlines:
 
     def _next(self, request: Request) -> tuple[float, str]:
         """The next deadline of a request in its present state, and the setting that it comes from."""
-        limits, since, prompt = self._limits, request.lifecycle.since, request.prompt
+        limits, since, prompt = self._limits, request.since, request.prompt
         ends = [(request.deadline, "request_timeout_s")]
         match request.state:
             case State.PREFILLING:
                 ends.append((since + limits.prefill_timeout_s, "prefill_timeout_s"))
-            case State.QUEUED if self._dispatcher.can_compute_prompt(prompt):
+            case State.QUEUED if self._placer.can_compute(prompt):
                 pass  # it needs no prefill server
             case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
                 ends.append((max(since, lost_at, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
@@ -91,7 +109,7 @@ class Deadlines:
 
     def _too_long_here(self, prompt: Prompt) -> str:
         """Why this server does not compute the prompt itself; empty if it computes no prompts at all."""
-        most = self._dispatcher.largest_local
+        most = self._placer.largest_local
         if not most:
             return ""
         if prompt.tokens <= most:
@@ -125,41 +143,20 @@ class Deadlines:
                     f"its grammar was not compiled within {limits.queue_timeout_s:g} s ({field})", retry_after_s=1
                 )
             case "queue_timeout_s":
-                busy = request.state is not State.QUEUED or self._dispatcher.pace.is_busy(prompt.endpoint)
+                busy = request.state is not State.QUEUED or self._queued.pace.is_busy(prompt.endpoint)
                 waited = f"{limits.queue_timeout_s:g} s ({field})"
                 return UnavailableError(
                     f"prefill did not start the prompt within {waited}"
                     if busy
                     else f"no KV memory became free within {waited}",
-                    retry_after_s=max(1.0, self._dispatcher.expected_wait_s(now)),
+                    retry_after_s=max(1.0, self._placer.expected_wait_s(now)),
                 )
             case _:
-                given_s = request.deadline - request.lifecycle.started
+                given_s = request.deadline - request.started
                 own = given_s < limits.request_timeout_s and not math.isclose(given_s, limits.request_timeout_s)
                 return DeadlineError(
                     f"not finished within its deadline of {given_s:g} s ({'timeout_s' if own else field})"
                 )
-
-
-class Lateness:
-    """A request counts once for its first token, and once for its first gap that is too long: by more than the tenth
-    that the rule for steps allows.
-    """
-
-    def __init__(self, limits: DecodeLimits, local: LocalPrefill, counters: collections.Counter[str]) -> None:
-        self._slo_ttft_s = limits.slo_ttft_s
-        self._local = local
-        self._counters = counters
-        self._least_s = LATE_GAPS * local.gap_limit_s()
-        """No shorter time between two tokens is late, for requests without a limit of their own. Nearly all are: the
-        limit itself, which depends on the time of a step, is then not needed.
-        """
-        self._late_s: float | None = None
-        """The limit for the tokens of the last step; None if it was not needed."""
-        self._with_prompts: collections.deque[bool] = collections.deque(maxlen=limits.stages + 1)
-        """Whether each of the last steps computed prompts. The token of a request takes a step in each stage; a step
-        that computes prompts may also be between two that have none.
-        """
 
     def step_ended(self, *, prompts: bool) -> None:
         """A step has ended, whose tokens follow. It computed `prompts` too."""
@@ -170,8 +167,8 @@ class Lateness:
         """The request has its next token."""
         before, request.token_at = request.token_at, now
         if before is None:
-            limit_s = request.slo_ttft_s or self._slo_ttft_s
-            if now - request.lifecycle.started > limit_s:
+            limit_s = request.slo_ttft_s or self._limits.slo_ttft_s
+            if now - request.started > limit_s:
                 stages = request.timeline(now)
                 self._counters["late_first_token_" + max(FIRST_TOKEN_STAGES, key=stages.__getitem__)] += 1
             return
@@ -179,13 +176,13 @@ class Lateness:
         if now - before <= least_s or request.had_late_gap:
             return
         if self._late_s is None:
-            self._late_s = LATE_GAPS * self._local.gap_limit_s()
+            self._late_s = LATE_GAPS * self._computing.gap_limit_s()
         if request.slo_itl_s is not None or now - before > self._late_s:
             request.had_late_gap = True
             self._counters["late_gap_" + self._cause_of_gap(request, before, now)] += 1
 
     def _cause_of_gap(self, request: Request, before: float, now: float) -> str:
-        if request.lifecycle.since > before:  # it did not run all the time
+        if request.since > before:  # it did not run all the time
             return "retracted" if request.timeline(now)["retracted"] else "admit"
         if request.masked_output == len(request.output_ids) - 1:
             return "grammar"

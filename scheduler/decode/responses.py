@@ -1,58 +1,14 @@
-"""The messages that end a request, and the reasons to refuse one."""
-
-from collections.abc import Container
+"""The messages that end a request, and some of the errors in them."""
 
 from ...common.errors import (
-    ClientError,
-    DuplicateRequestError,
     GrammarTooComplexError,
     RequestError,
     ServerError,
     TooLargeError,
     UnavailableError,
 )
-from ..messages.frontend import Failed, Finished, FinishReason, Submit
-from .requests.limits import DecodeLimits
+from ..messages.frontend import Failed, Finished, FinishReason
 from .requests.request import Request
-from .requests.reservation import pages_needed
-
-
-def refusal(
-    submit: Submit,
-    known_rids: Container[str],
-    num_pages: int,
-    prefill_tokens: float,
-    limits: DecodeLimits,
-    *,
-    local: bool,
-) -> RequestError | None:
-    """The error for a prompt that this server, with `num_pages` pages, can never serve; None if it can.
-
-    Prompts of up to `prefill_tokens` tokens can be computed. With `local`, this server is the one that can compute the
-    longest prompts. It then reserves pages for the whole prompt and its growth, also behind a sliding window.
-    """
-    page_size, window = limits.page_size, limits.window
-    rids = (submit.rid, *submit.more_rids)
-    for rid in rids:
-        if rid in known_rids or rids.count(rid) > 1:
-            return DuplicateRequestError(f"rid: {rid!r} is already in use; choose another")
-    prompt_tokens, new_tokens = len(submit.prompt_ids), submit.sampling.max_new_tokens
-    if prompt_tokens < 1:
-        return ClientError("the prompt is empty; give at least 1 token")
-    samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
-    needed = pages_needed(prompt_tokens, samples, most_tokens, page_size, window)
-    if local:
-        at_first = min(most_tokens, prompt_tokens + limits.growth_tokens)
-        needed = max(needed, pages_needed(prompt_tokens, samples, at_first, page_size))
-    if needed > num_pages:
-        times = f" for each of {samples} samples" if samples > 1 else ""
-        return TooLargeError(
-            f"the prompt ({prompt_tokens} tokens) and up to {new_tokens} new tokens{times} exceed the KV pool of "
-            f"{num_pages * page_size} tokens"
-        )
-    if prompt_tokens <= prefill_tokens:
-        return None
-    return too_long(prompt_tokens, 0, prefill_tokens, local=local, window=window)
 
 
 def too_long(

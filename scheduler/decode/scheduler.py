@@ -2,20 +2,14 @@
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
-    submit -> QUEUED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> ENDED
-                '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
-                 RESTORING <- SAVED <- SAVING <------- out of pages ----'  (RESTORING -> ARRIVED)
-
-A prompt with a grammar is COMPILING before it is QUEUED. A prompt is PREFILLING on a prefill server, or COMPUTING here,
-in chunks beside the running requests. With `verify_kv`, it is VERIFYING between PREFILLING and ARRIVED. It is LOADING
-while KV from the KV store is copied into its pages, or (HiSparse) its cached prefix into its hot buffer. A request is
-OPENING while its rows are copied into its hot buffer, between ARRIVED and READY.
+Events change what is known, a turn (`advance`) gives memory to whatever waits for it, and `next_step` fills the batch.
+The states of a request are in messages/lifecycle.py, the rooms that hold its requests in rooms/rooms.py.
 
 Three invariants:
 - `Transitions.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
 - `Transitions.end()` is the only place that sends Finished or Failed, and the only transition into ENDED.
 - A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
-  (`Quarantine`) until the writer has stopped.
+  until the writer has stopped (memory/holds.py).
 
 Memory is over-committed: a request reserves its prompt and some growth, not its `max_new_tokens`. When the pool is
 empty, a request is retracted and continues later with the same tokens.
@@ -53,9 +47,8 @@ from ...transfer.protocol.messages import (
     TransferFailed,
     TransferKey,
 )
-from ..chunking.grammar_queue import GrammarQueue
 from ..messages.counters import DECODE_COUNTERS
-from ..messages.effects import Effect, Outbox
+from ..messages.effects import Effect, Outbox, SendToFrontend
 from ..messages.frontend import Cancel, FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.ranks import (
@@ -74,17 +67,19 @@ from ..messages.reports import Reports, first_problem
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .deadlines import Deadlines
-from .dispatch.dispatcher import PrefillDispatcher
-from .dispatch.prefill_peers import PrefillPeer
-from .dispatch.staging import RankRing
-from .dispatch.turns import Turns
+from .memory.hisparse_memory import HisparseMemory
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .memory.resources import Resources
+from .placement.peers import PrefillPeer, PrefillPeers
+from .placer import Placer
 from .requests.limits import DecodeLimits
 from .requests.request import LocalPrompt, Prompt, Request
-from .responses import grammar_failure
-from .run_queue import DecodeStep, RunQueue, SlowMasks
+from .responses import failed, grammar_failure
+from .rooms.batch import DecodeStep
+from .rooms.rooms import Rooms
+from .rooms.staging import RankRing
+from .rooms.turns import Turns
 from .submissions import Submissions
 from .transitions import Transitions
 
@@ -113,37 +108,27 @@ class DecodeScheduler:
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
-        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox, limits.window)
         self.kv_store: KvStore[LocalPrompt] | None = (
             KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
         )
+        uses = limits, pages, self.cache, self.kv_store, self._outbox
+        self.memory = RequestMemory(*uses) if hot_limits is None else HisparseMemory(*uses, hot_limits)
         resources = Resources(
             limits, pages, self.cache, self.memory, self.kv_store, counters=self.counters, outbox=self._outbox
         )
         self.rates = resources.rates
-        self.compiling: GrammarQueue[Prompt] = GrammarQueue(self._outbox)
-        self.dispatcher = PrefillDispatcher(resources, rings)
-        self.run_queue = RunQueue(limits, SlowMasks(self._outbox))
-        self._deadlines = Deadlines(self.dispatcher)
+        self.peers = PrefillPeers(limits.dispatch)
+        self.rooms = rooms = Rooms(resources, rings, self.peers)
+        self.placer = Placer(resources, rooms, self.peers)
+        self._deadlines = Deadlines(resources, rooms, self.peers, self.placer)
         self.transitions = Transitions(
-            resources,
-            frozenset(eos_token_ids),
-            compiling=self.compiling,
-            dispatcher=self.dispatcher,
-            run_queue=self.run_queue,
-            deadlines=self._deadlines,
+            resources, rooms, self.peers, self.placer, self._deadlines, frozenset(eos_token_ids)
         )
         self.requests = self.transitions.requests
-        self._turns = Turns(limits, self.dispatcher.peers, self.dispatcher.local.times)
+        self._turns = Turns(limits, self.peers, rooms.computing.times)
         self.pause_s = 0.0
-        """How long the next step waits while prefill computes on the same device; inf until the step in flight ends."""
-        self._submissions = Submissions(
-            resources,
-            compiling=self.compiling,
-            dispatcher=self.dispatcher,
-            run_queue=self.run_queue,
-            transitions=self.transitions,
-        )
+        """How long the next step waits while prefill computes on the same GPU; inf until the step in flight ends."""
+        self._submissions = Submissions(resources, rooms, self.placer, self.requests)
         self._rows_waited = False
         """The last step had only chunks, so the next one has only requests. A step that fetches rows for an evicting
         request cannot compute chunks, so the two kinds of step alternate.
@@ -158,21 +143,21 @@ class DecodeScheduler:
 
     def handle(self, event: object, now: float) -> None:
         """Take an event: of a client, of a rank, or of the control thread. Unknown rids and keys have ended."""
-        remote, peers, transitions = self.dispatcher.remote, self.dispatcher.peers, self.transitions
+        peers, transitions = self.peers, self.transitions
         match event:
             case Submit():
-                self._submissions.submit(event, now)
+                self._submit(event, now)
             case Cancel(rid=rid, stopped=stopped):
                 self.fail(rid, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now)
             case GrammarReady(number=number, problem=problem, slow=slow):
-                self._submissions.grammar_ready(number, problem, now, slow=slow)
+                transitions.compiled(number, problem, now, slow=slow)
             case MaskReady(number=number, problem=problem):
-                request = self.run_queue.slow_masks.ready(number, slow=event.slow)
+                request = self.rooms.batch.slow_masks.ready(number, slow=event.slow)
                 if request is not None and problem is not None:
                     transitions.end(request, grammar_failure(problem, event.too_complex), now)
             case CommandDone(command_id=command_id):
                 if self._reports.add("command", command_id, event) is not None:
-                    self.memory.command_done(command_id)
+                    self.memory.holds.completed(command_id)
             case CopyDone(copy=number, seconds=seconds):
                 if self._reports.add("copy", number, event) is not None:
                     transitions.copied(self.memory.copies.end(number), seconds, now)
@@ -180,9 +165,9 @@ class DecodeScheduler:
                 self.counters["chunks_verified"] += chunks
                 if (reports := self._reports.add("verification", key, event)) is not None:
                     transitions.verified(key, first_problem(reports), now)
-            case PartScattered(part=part):
-                if (done := remote.staging.scattered(part)) is not None:
-                    transitions.landed(done, now)
+            case PartScattered(part=part) if self.rooms.prefilling.staging is not None:
+                self.rooms.prefilling.staging.scattered(part)
+                transitions.arrive(part.key, now)
             case HotCounters(rank=rank, counters=counters):
                 self._hot_counters[rank] = counters
                 for name in counters:
@@ -206,7 +191,7 @@ class DecodeScheduler:
                 transitions.peer_lost(instance, reason, now)
                 self._peers_changed = True
             case PeerClosed(instance=instance):
-                remote.peer_closed(instance, now)
+                self.rooms.prefilling.peer_closed(instance, now)
             case PeersUnreachable(reasons=reasons):
                 peers.unreachable = reasons
             case PeerRefused():
@@ -215,32 +200,46 @@ class DecodeScheduler:
                 raise TypeError(f"unexpected event: {event!r}")
 
     def _handle_message(self, instance: InstanceId, message: object, now: float) -> None:
-        remote = self.dispatcher.remote
-        self.dispatcher.peers.heard(instance, now)
+        prefilling = self.rooms.prefilling
+        self.peers.heard(instance, now)
         match message:
             case ChunkArrived():
-                self.counters["chunks" if remote.chunk_arrived(message) else "stale_messages"] += 1
+                self.counters["chunks" if prefilling.chunk_arrived(message) else "stale_messages"] += 1
             case PrefillDone():
                 self.transitions.prefill_done(message, now)
             case TransferFailed(key=key, reason=reason):
                 log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
                 if message.leaving:
-                    self.dispatcher.peers.leaving(instance, now)
+                    self.peers.leaving(instance, now)
                 self.transitions.transfer_failed(message, now)
             case AbortAck(key=key, late_writes=late_writes):
-                remote.writer_stopped(key, late_writes=late_writes, now=now)
+                prefilling.writer_stopped(key, late_writes=late_writes, now=now)
             case StageRequest() | StageArrived() | StageStopped():
-                problem = remote.staging.receive(instance, message, now)
+                problem = prefilling.receive_staged(instance, message, now)
                 if problem is not None:
                     self.transitions.break_off(message.part.key, instance, problem, now)
             case CachedPrefixes():
-                self.dispatcher.peers.take_cache_report(instance, message)
+                self.peers.take_cache_report(instance, message)
             case _:
                 raise TypeError(f"unexpected message from prefill: {message!r}")
 
+    def _submit(self, submit: Submit, now: float) -> None:
+        """Accept a prompt with all its samples, or refuse it at once."""
+        error = self._submissions.refusal(submit, now)
+        if error is None:
+            self.transitions.submit(submit, now)
+            return
+        rids = (submit.rid, *submit.more_rids)
+        self.counters["requests_refused"] += len(rids)
+        self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
+
     def peer_up(self, peer: PrefillPeer, staged: Iterable[StagedRegion] = ()) -> None:
         """A prefill server paired. `staged` are the regions that go through the staging rings."""
-        self.dispatcher.peer_up(peer, staged)
+        self.peers.up(peer)
+        if self.rooms.prefilling.staging is not None:
+            self.rooms.prefilling.staging.peer_up(peer.instance, staged)
+        for prompt in self.rooms.queued:
+            prompt.refused_since = None  # the new server has not refused it
         self._peers_changed = True
 
     def fail(self, rid: str, outcome: FinishReason | RequestError, now: float) -> bool:
@@ -252,7 +251,7 @@ class DecodeScheduler:
 
     def fail_prompt(self, key: TransferKey, error: RequestError, now: float) -> None:
         """Fail the requests of this transfer. Unknown transfers have ended."""
-        prompt = self.dispatcher.remote.prompts.get(key)
+        prompt = self.rooms.prefilling.prompts.get(key)
         if prompt is not None:
             self.transitions.end_all(prompt, error, now)
 
@@ -270,19 +269,18 @@ class DecodeScheduler:
         """The first prompt of the queue, if it waits for pages and is new: no prefill attempt, no output. Another
         data-parallel rank may take it.
         """
-        prompt = self.dispatcher.queue.first
+        prompt = self.rooms.queued.first
         if prompt is None or prompt.refusal is None or prompt.attempts or prompt.output_tokens:
             return None
         return prompt
 
     def hand_over(self, prompt: Prompt, to: "DecodeScheduler", now: float) -> None:
         """Move a queued prompt and its requests to the scheduler of another data-parallel rank."""
-        self.dispatcher.release(prompt, now)
+        self.rooms.queued.leave(prompt, now)
         self.counters["prompts_moved"] += 1
         for request in prompt.waiting:
-            to.requests[request.rid] = self.requests.pop(request.rid)
-            to._deadlines.watch(request)
-        to.dispatcher.adopt(prompt, now)
+            del self.requests[request.rid]
+        to.transitions.adopt(prompt, now)
 
     def share_calls(self, other: "DecodeScheduler") -> None:
         """Share the record of accepted calls with the scheduler of another data-parallel rank: prompts of one call may
@@ -300,21 +298,21 @@ class DecodeScheduler:
 
     def advance(self, now: float) -> None:
         """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
-        self.dispatcher.local.times.running = ceil_div(len(self.run_queue.running), self.limits.stages)
+        self.rooms.computing.times.running = ceil_div(len(self.rooms.batch.running), self.limits.stages)
         if self._peers_changed:
             self._peers_changed = False
-            self._submissions.peers_changed(now)
+            self.transitions.peers_changed(now)
         for request, error in self._deadlines.passed(self.requests, now):
             self.transitions.end(request, error, now)
-        for quarantined in self.dispatcher.remote.take_released(now):
-            self.memory.release_grant(quarantined.grant)  # a CopyPage in flight may still access a page of it
-            if quarantined.hot_grant is not None and self.memory.hot is not None:
-                self.memory.hot.release_quarantined(quarantined.hot_grant)
+        if self.memory.holds.quarantined:
+            self.memory.release_due(now)
+        if self.rooms.prefilling.staging is not None:
+            self.rooms.prefilling.staging.due(now)
         self.transitions.take_back(now)
         self.transitions.give_memory(now)
         if self.kv_store is not None:
-            self.kv_store.advance(now)
-        self.pause_s = self._turns.pause_s(self.run_queue.running, now)
+            self.kv_store.send_next(now)
+        self._take_turns(now)
 
     def resumed(self, absent_s: float, now: float) -> None:
         """This process was stopped or starved for `absent_s`. That time does not count, neither for the wait for a
@@ -322,7 +320,7 @@ class DecodeScheduler:
         Call before `advance`.
         """
         self._deadlines.resumed(now)
-        self.dispatcher.remote.resumed(absent_s, now)
+        self.rooms.prefilling.resumed(absent_s, now)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
@@ -330,42 +328,50 @@ class DecodeScheduler:
         if step is None:
             self.use_waiting_time()
         else:
-            self.pause_s = self._turns.pause_s(self.run_queue.running, now)
+            self._take_turns(now)
         return step
+
+    def _take_turns(self, now: float) -> None:
+        """Let prefill compute before the next step, if it does so on the same device."""
+        self.pause_s = self._turns.pause_s(self.rooms.batch.running, now) if self.peers.any_beside else 0.0
 
     def _next_step(self, now: float) -> DecodeStep | None:
         self.transitions.fill_batch(now)
         self._ask_for_masks()
         able: list[Request] = []
         lacking: list[Request] = []
-        for request in self.run_queue.next_batch():
+        for request in self.rooms.batch.next_batch():
             if request.state is State.RUNNING:  # make_room() for another request may have retracted it
                 (able if self.transitions.make_room(request, now) else lacking).append(request)
         self.transitions.starving = any(request.state is State.RUNNING for request in lacking)
-        paused = self.run_queue.paused
+        paused = self.rooms.batch.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
         apart = self.memory.fetches(batch)
         rows_next = apart and self._rows_waited
         chunks = []
-        if not rows_next:  # without rows, other requests may wait for the end of this step: their rows are in flight
-            beside = batch or self.run_queue.continuing
-            chunks = self.dispatcher.local.next_chunks(beside, now, apart=apart or not batch)
+        if (
+            self.rooms.computing.prompts and not rows_next
+        ):  # without rows, other requests may wait for the end of this step: their rows are in flight
+            beside = batch or self.rooms.batch.continuing
+            chunks = self.rooms.computing.next_chunks(beside, now, apart=apart or not batch)
         self._rows_waited = apart and bool(chunks)
         if self._rows_waited:
             batch = []
         if not batch and not chunks:
             return None
-        self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
-        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot, chunks)
+        self.rooms.computing.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
+        return self.rooms.batch.start_step(batch, self.memory.holds.next_id(), chunks)
 
     def may_start_step(self) -> bool:
         """Whether the ranks take another step."""
-        return not self.pause_s and self.run_queue.may_start_step()
+        return not self.pause_s and self.rooms.batch.may_start_step()
 
     def use_waiting_time(self) -> None:
         """Do work that would delay a step: call it when no step can start."""
-        self.memory.send_write_backs()
-        self.transitions.insert_some()
+        if self.memory.write_backs:
+            self.memory.send_write_backs()
+        if (inserts := self.memory.inserts).of_arrived or inserts.of_ended:
+            inserts.add_some(running=bool(self.rooms.batch.running))
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the sampled token of each row, then the results of chunks. Results of requests that ended during the
@@ -373,27 +379,28 @@ class DecodeScheduler:
         """
         step, seconds = self._finish_step(command_id, now)
         self.counters["decode_steps"] += bool(step.rows)
-        self.transitions.lateness.step_ended(prompts=bool(step.chunks))
+        self._deadlines.step_ended(prompts=bool(step.chunks))
         for row, result in zip(step.rows, results, strict=False):
             if row.request.state is not State.RUNNING:
                 continue
             if result.problem is None:
                 self.transitions.accept_token(row.request, result.drawn[0], now)
                 if result.slow_mask and row.request.state is State.RUNNING:
-                    self.run_queue.slow_masks.add(row.request)
+                    self.rooms.batch.slow_masks.add(row.request)
             else:
                 self.transitions.end(row.request, grammar_failure(result.problem, result.too_complex), now)
         self._ask_for_masks()
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
-            if result.problem is not None and chunk.prompt in self.dispatcher.local.queue:
+            if result.problem is not None and chunk.owner in self.rooms.computing.queue:
                 error = grammar_failure(result.problem, result.too_complex)
-                self.transitions.end_all(chunk.prompt.prompt, error, now)
+                self.transitions.end_all(chunk.owner.prompt, error, now)
             self.transitions.computed(chunk, result, seconds, now)
         if step.chunks:
             self.transitions.admit_arrived(now)
 
     def _ask_for_masks(self) -> None:
-        self.counters["masks_prepared"] += self.run_queue.slow_masks.ask()
+        if self.rooms.batch.slow_masks.masks:
+            self.counters["masks_prepared"] += self.rooms.batch.slow_masks.ask()
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
@@ -402,50 +409,48 @@ class DecodeScheduler:
         for row in step.rows:
             if row.request.state is State.RUNNING:
                 self.transitions.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
-        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.dispatcher.local.queue}:
+        for prompt in {chunk.owner.prompt for chunk in step.chunks if chunk.owner in self.rooms.computing.queue}:
             self.transitions.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
 
     def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
         """The step that has ended, and how long it took."""
-        step = self.run_queue.finish_step(command_id)
-        self.memory.command_done(command_id)
-        return step, self.dispatcher.local.times.ended(now)
+        step = self.rooms.batch.finish_step(command_id)
+        self.memory.holds.completed(command_id)
+        return step, self.rooms.computing.times.ended(now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
-        return self._outbox.take_all()
+        effects, self._outbox[:] = self._outbox[:], []
+        return effects
 
     # -- state -------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """No request, no page in quarantine, no command and no copy in flight."""
-        busy = self.requests or len(self.dispatcher.remote.quarantine)
+        """No request, and nobody else may touch pages: no command, copy, verification or remote writer."""
+        staging = self.rooms.prefilling.staging
+        busy = self.requests or (staging is not None and not staging.idle)
         return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the prompts in the queue."""
-        return self.dispatcher.queue.tokens
+        return self.rooms.queued.tokens
 
     def gauges(self) -> dict[str, float]:
         """Occupancy, for the metrics."""
         return {
             **self.memory.gauges(),
-            **self.dispatcher.remote.staging.gauges(),
-            **self.dispatcher.placer.gauges(),
-            "running_requests": len(self.run_queue.running),
+            **self.rooms.prefilling.gauges(),
+            **self.placer.gauges(),
+            "running_requests": len(self.rooms.batch.running),
             "waiting_for_pages": self._waiting_for_pages(),
-            "quarantined_pages": self.dispatcher.remote.quarantine.pages,
-            "quarantined_hot_pages": self.dispatcher.remote.quarantine.hot_pages,
-            "cached_pages": len(self.cache),
-            "saved_requests": len(self.transitions.retracted),
-            **(self.kv_store.gauges() if self.kv_store is not None else {}),
+            "saved_requests": len(self.rooms.retracted.requests),
         }
 
     def _waiting_for_pages(self) -> int:
         """Requests of prompts in the queue, if the first one waits for pages: the others are behind it."""
-        queue = self.dispatcher.queue
+        queue = self.rooms.queued
         first = queue.first
         return 0 if first is None or first.refusal is None else sum(len(prompt.waiting) for prompt in queue)
 
@@ -457,34 +462,16 @@ class DecodeScheduler:
 
     def load(self) -> Load:
         return Load(
-            waiting_requests=len(self.compiling) + len(self.dispatcher.queue),
-            running_requests=len(self.run_queue.running),
+            waiting_requests=len(self.rooms.compiling) + len(self.rooms.queued),
+            running_requests=len(self.rooms.batch.running),
             waiting_tokens=self.waiting_tokens,
-            cache_reports=self.dispatcher.peers.compares_caches,
+            cache_reports=self.peers.compares_caches,
         )
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for and every request is in exactly the queue of its state."""
         self.memory.check_integrity(self.requests, idle=self.idle)
-        self.dispatcher.remote.staging.check_integrity(idle=self.idle)
-        computing = set(self.dispatcher.local.queue)
+        if self.rooms.prefilling.staging is not None:
+            self.rooms.prefilling.staging.check_integrity(idle=self.idle)
         for request in self.requests.values():
-            prompt = request.prompt
-            in_transfer = prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting
-            queued_as = (
-                (State.COMPILING, prompt in self.compiling and request in prompt.waiting),
-                (State.QUEUED, prompt in self.dispatcher.queue and request in prompt.waiting),
-                (request.state, in_transfer and request.state in (State.PREFILLING, State.VERIFYING)),
-                (State.LOADING, in_transfer and prompt.attempt is not None and prompt.attempt.held is not None),
-                (State.LOADING, prompt.local in self.dispatcher.local.loading and request in prompt.waiting),
-                (State.COMPUTING, prompt.local in computing and request in prompt.waiting),
-                (State.ARRIVED, request in self.run_queue.arrived),
-                (State.OPENING, request in self.run_queue.opening and self.memory.copies.is_in(request, "open")),
-                (State.READY, request in self.run_queue.ready),
-                (State.RUNNING, request in self.run_queue.running),
-                (State.SAVING, request in self.transitions.retracted and self.memory.copies.is_in(request, "save")),
-                (State.SAVED, request in self.transitions.retracted and self.memory.copies.of(request) is None),
-                (State.RESTORING, self.memory.copies.is_in(request, "restore")),
-            )
-            found = [state for state, is_queued in queued_as if is_queued]
-            assert found == [request.state], (request.rid, request.state)
+            assert self.rooms.states_of(request, self.memory) == [request.state], (request.rid, request.state)

@@ -1,9 +1,8 @@
 """The transitions of a request: each takes requests out of one room, changes their memory, and puts them into the next.
 
-A room holds the requests of a state: `compiling`, the dispatcher's queue (QUEUED), `remote` (PREFILLING, VERIFYING),
-`local` (LOADING, COMPUTING), the run queue (ARRIVED, OPENING, READY, RUNNING) and `retracted` (SAVING, SAVED). Rooms
-never call this file. It is the only one that changes the state of a request. From which state a request may go where is
-the table in messages/lifecycle.py.
+Which room holds the requests of which state is said in rooms/rooms.py; rooms never call this file. It is the only one
+that changes the state of a request: from which state it may go where is the table in messages/lifecycle.py. What
+happens to the requests of a prefill server that dies: `peer_lost`.
 
 Who gives up memory:
 
@@ -14,38 +13,40 @@ out of hot buffers   (HiSparse) For a request of a higher priority, one request 
                      ARRIVED again; its KV stays in its pages, which are in host memory.
 """
 
-import collections
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 
-from ...common.errors import AbortedError, GrammarTooComplexError, RequestError, ServerError, UnavailableError
-from ...common.sampling import JSON_RULES, TokenLogprob, pack_logprobs
-from ...memory.index_spaces import KvPage
-from ...memory.pages import PageGrant, pages_for
-from ...memory.prefix_cache import InsertedPrefix
-from ...transfer.protocol.messages import InstanceId, KvPath, PrefillDone, TransferFailed, TransferKey
+from ...common.errors import (
+    AbortedError,
+    ClientError,
+    GrammarTooComplexError,
+    RequestError,
+    ServerError,
+    UnavailableError,
+)
+from ...common.sampling import JSON_RULES, TokenLogprob
+from ...transfer.protocol.messages import InstanceId, PrefillDone, TransferFailed, TransferKey
 from ..chunking.chunk_queue import Chunk
-from ..chunking.grammar_queue import GrammarQueue
-from ..messages.effects import SendToFrontend
-from ..messages.frontend import FinishReason, Prefilled, Tokens
+from ..messages.effects import ConnectPeer, SendToFrontend
+from ..messages.frontend import FinishReason, Prefilled, Submit, Tokens
 from ..messages.lifecycle import State
 from ..messages.ranks import VerifyKv
 from ..messages.step import StepResult
 from ..store.kv_store import LEAST_TOKENS
-from .deadlines import Deadlines, Lateness
-from .dispatch.dispatcher import PrefillDispatcher
+from .deadlines import Deadlines
 from .memory.background_copies import Copy
+from .memory.hisparse_memory import HisparseMemory
+from .memory.prefix_inserts import WITH_KV
 from .memory.resources import Resources
+from .placement.peers import PrefillPeers
+from .placer import Placer
 from .requests.limits import MAX_ATTEMPTS
-from .requests.request import Attempt, LocalPrompt, Prompt, Request
+from .requests.request import Attempt, LocalPrompt, Prompt, Request, requests_of
 from .responses import failed, finished, grammar_failure
-from .run_queue import RunQueue, WaitingQueue
+from .rooms.rooms import Rooms
 
 READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""
-PAGES_INSERTED = 256
-"""Pages that one turn adds to the prefix cache: about 0.3 ms."""
-_WITH_KV = (State.ARRIVED, State.OPENING, State.READY, State.RUNNING)
-"""States in which the KV of all tokens but the newest is in the request's pages."""
 
 
 class Transitions:
@@ -54,55 +55,89 @@ class Transitions:
     def __init__(
         self,
         resources: Resources,
-        eos_token_ids: frozenset[int],
-        *,
-        compiling: GrammarQueue[Prompt],
-        dispatcher: PrefillDispatcher,
-        run_queue: RunQueue,
+        rooms: Rooms,
+        peers: PrefillPeers,
+        placer: Placer,
         deadlines: Deadlines,
+        eos_token_ids: frozenset[int],
     ) -> None:
         self.requests: dict[str, Request] = {}
         """Requests without a terminal message, by rid."""
-        self.retracted = WaitingQueue()
-        """SAVING and SAVED requests, in the order in which they get pages."""
         self.starving = False
         """A running request waits for a page: the next free pages are for it."""
-        self.lateness = Lateness(resources.limits, dispatcher.local, resources.counters)
+        self._prompt_ids = itertools.count(1)
         self._eos_token_ids = eos_token_ids
         self._limits = resources.limits
-        self._cache = resources.cache
         self._memory = resources.memory
-        self._store = resources.kv_store
         self._rates = resources.rates
         self._counters = resources.counters
         self._outbox = resources.outbox
-        self._compiling = compiling
-        self._dispatcher = dispatcher
-        self._remote = dispatcher.remote
-        self._run_queue = run_queue
+        self._compiling = rooms.compiling
+        self._queued = rooms.queued
+        self._prefilling = rooms.prefilling
+        self._computing = rooms.computing
+        self._batch = rooms.batch
+        self._retracted = rooms.retracted
+        self._peers = peers
+        self._placer = placer
         self._deadlines = deadlines
-        self._verifying: dict[TransferKey, tuple[PrefillDone, PageGrant[KvPage]]] = {}
-        """Transfers that the ranks verify, also those that were given up meanwhile, with holds of their pages."""
-        self._uncached: collections.deque[Request] = collections.deque()
-        """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
 
     # -- into the queue ------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request], now: float) -> None:
-        """Queue a new prompt with its requests, now or when its grammar is compiled."""
-        prompt, grammar = requests[0].prompt, requests[0].sampling.grammar
-        for request in requests:
-            self.requests[request.rid] = request
-            prompt.members.append(request)
-            self._deadlines.watch(request)
+    def submit(self, submit: Submit, now: float) -> None:
+        """Queue a new prompt with all its samples, now or when its grammar is compiled."""
+        requests = requests_of(submit, next(self._prompt_ids), self._limits.request_timeout_s, now)
+        prompt, grammar = requests[0].prompt, submit.sampling.grammar
+        self._counters["requests"] += len(requests)
+        self._take_in(prompt)
         if grammar is None:
-            self._dispatcher.enqueue(prompt, now)
+            self._queued.push(prompt, now)
         else:
             self._compiling.push(prompt, grammar)
+        self._connect(prompt, submit.client)
 
-    def compiled(self, prompt: Prompt, now: float) -> None:
-        """The grammar of a prompt, which has left `compiling`, is compiled."""
+    def adopt(self, prompt: Prompt, now: float) -> None:
+        """Queue a prompt that the scheduler of another data-parallel rank has given away."""
+        prompt.prompt_id = next(self._prompt_ids)
+        prompt.refusal = prompt.cached_estimate = prompt.awaited = None
+        prompt.cached_at.clear()
+        self._take_in(prompt)
+        self._queued.push(prompt, now)
+        self._connect(prompt)
+
+    def _take_in(self, prompt: Prompt) -> None:
+        for request in prompt.waiting:
+            self.requests[request.rid] = request
+            self._deadlines.watch(request)
+
+    def _connect(self, prompt: Prompt, client: str = "") -> None:
+        if prompt.endpoint is not None:
+            self._outbox.append(ConnectPeer(prompt.endpoint, client))
+
+    def compiled(self, number: int, problem: str | None, now: float, *, slow: bool) -> None:
+        """A grammar is compiled: queue its prompt. Or end its requests, because it cannot be. `slow`: its masks are."""
+        prompt = self._compiling.take(number)
+        if prompt is None:
+            return
+        for request in prompt.waiting:
+            request.slow_masks = slow
         self._queue(prompt, now, again=False)
+        if problem is not None:
+            self.end_all(prompt, ClientError(f"the grammar {problem}"), now)
+        else:
+            self._check_peers(prompt, now)
+
+    def peers_changed(self, now: float) -> None:
+        """End queued requests whose prompts none of the paired prefill servers can hold, and those that name several
+        servers.
+        """
+        for prompt in list(self._queued):
+            self._check_peers(prompt, now)
+
+    def _check_peers(self, prompt: Prompt, now: float) -> None:
+        error = self._placer.refusal(prompt.endpoint, prompt.tokens, prompt.output_tokens)
+        if error is not None:
+            self.end_all(prompt, error, now)
 
     def _requeue(self, prompt: Prompt, now: float) -> None:
         """Queue a prompt again whose pages were released or are in quarantine, before new prompts."""
@@ -112,190 +147,189 @@ class Transitions:
 
     def _queue(self, prompt: Prompt, now: float, *, again: bool) -> None:
         for request in prompt.waiting:
-            request.lifecycle.advance(State.QUEUED, now)
+            request.enter(State.QUEUED, now)
             self._deadlines.watch(request)
-        self._dispatcher.enqueue(prompt, now, again=again)
+        self._queued.push(prompt, now, again=again)
 
     # -- to a prefill server, or to be computed here -------------------------------------------------------------
 
     def dispatch(self, now: float, *, above: int | None) -> None:
         """Send the prompts that have a place and pages; with `above`, only those of a higher priority."""
-        dispatcher = self._dispatcher
-        for prompt, reservation, selection in dispatcher.placed(now, above=above, keep=self._pages_to_keep()):
-            dispatcher.leave_queue(prompt, reservation, now)
-            if selection is None:
-                begun = dispatcher.compute(prompt, reservation, now)
-                _advance(prompt, State.COMPUTING if begun else State.LOADING, now)
+        if not self._queued.lanes and self._queued.pace.waiting_since is None:
+            return
+        keep = self._pages_to_keep()
+        for prompt, reservation, selection, blocked in self._placer.placed(now, above=above, keep=keep):
+            self._queued.take(prompt, now, blocked)
+            prompt.grant = reservation.prompt
+            for request, grant in zip(prompt.waiting, reservation.members, strict=True):
+                request.grant = grant
+            if selection is not None:
+                _enter(prompt, State.PREFILLING, now)
+                self._prefilling.send(prompt, reservation, selection, now)
             else:
-                _advance(prompt, State.PREFILLING, now)
-                self._remote.send(prompt, reservation, selection, now)
-            self.retracted.passed_by(prompt.priority)
+                self._compute(prompt, reservation.prefix_tokens, now)
+            self._retracted.passed_by(prompt.priority)
 
     def _pages_to_keep(self) -> int:
         """Pages that new prompts must leave free. While enough requests are READY, this is all that running requests
         may still need: another request would only be retracted when they grow.
         """
-        if len(self._run_queue.ready) < READY_AHEAD or not len(self._dispatcher.queue):
+        if len(self._batch.ready) < READY_AHEAD or not self._queued.lanes:
             return 0
-        return sum(self._memory.unreserved_growth(request) for request in self._run_queue.running)
+        return sum(self._memory.unreserved_growth(request) for request in self._batch.running)
+
+    def _compute(self, prompt: Prompt, cached: int, now: float) -> None:
+        """Compute a prompt that has its pages on this server, when what is stored or cached of it is there."""
+        local = self._computing.start(prompt, cached, now)
+        self._memory.allocate_for_prompt(local)
+        loads = self._memory.load_stored(local, prompt.most_cached, self._rates.local_tokens.per_s)
+        if loads or not self._memory.open_for_prompt(local):
+            _enter(prompt, State.LOADING, now)
+        else:
+            self._loaded(local, now)
+
+    def _loaded(self, local: LocalPrompt, now: float) -> None:
+        """The prompt has all that its chunks need."""
+        self._computing.loaded(local)
+        _enter(local.prompt, State.COMPUTING, now)
+
+    def prefix_stored(self, local: LocalPrompt, tokens: int, now: float) -> None:
+        """A load from the KV store has ended: the first `tokens` tokens of a prompt are in its pages; 0 if nothing was
+        loaded. The rest is computed here. If the placement expected many more stored tokens, the prompt is queued and
+        placed again, once: without them, a prefill server may be faster.
+        """
+        prompt = local.prompt
+        expected = prompt.cached_estimate[1] if prompt.stored_estimate and prompt.cached_estimate is not None else 0
+        if expected - max(tokens, local.cached) >= LEAST_TOKENS and self._peers.able(prompt):
+            prompt.load_failed, prompt.stored_estimate, prompt.cached_estimate = True, 0, None
+            self._memory.release_prompt(self._computing.remove(prompt))
+            self._requeue(prompt, now)
+            return
+        if tokens > local.cached:
+            self._computing.stored(local, tokens)
+            self._counters["store_tokens_loaded"] += local.stored
+        if self._memory.open_for_prompt(local):
+            self._loaded(local, now)
 
     # -- arrival: the KV of a prompt is here ---------------------------------------------------------------------
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
-        """Prefill has written everything. When that is in its pages, and verified if it has to be, its requests are
-        ARRIVED: now, after the last scatter, when it is `verified`, or after the copy of the cached prefix.
-        """
-        if self._remote.written(done):
-            self.landed(done, now)
-
-    def landed(self, done: PrefillDone, now: float) -> None:
-        """All KV of a transfer is in its pages. Have the ranks verify it, unless the transfer was given up."""
-        prompt = self._remote.prompts.get(done.key) if self._limits.verify_kv else None
-        if prompt is None or prompt.attempt is None or prompt.grant is None:
-            self._received(done, now)
-            return
-        self._verifying[done.key] = done, self._memory.commands.hold(prompt.grant)
-        attempt = prompt.attempt
-        self._outbox.append(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
-        _advance(prompt, State.VERIFYING, now)
-
-    def verified(self, key: TransferKey, problem: str | None, now: float) -> None:
-        """All ranks have compared the KV of a transfer with what was sent."""
-        done, grant = self._verifying.pop(key)
-        self._memory.commands.release(grant)
-        if problem is None or done.key not in self._remote.prompts:
-            self._received(done, now)
-            return
-        self._counters["checksum_errors"] += 1
-        self.transfer_failed(TransferFailed(done.key, problem, retryable=True, late_writes=True), now)
-
-    def _received(self, done: PrefillDone, now: float) -> None:
-        """All KV and the first token of every sample have arrived.
-
-        If the cached prefix is still being copied into the hot buffer, they are LOADING, and this is called again when
-        the copy has ended.
-        """
-        self._remote.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
-        prompt = self._remote.prompts.get(done.key)
+        """Prefill has written everything."""
+        prompt = self._prefilling.prompts.get(done.key)
         if prompt is None:
+            self._prefilling.writer_stopped(done.key, late_writes=False, now=now)  # our Abort has crossed it
+        if prompt is None or not self._prefilling.done(prompt, done):
             self._counters["stale_messages"] += 1
+        else:
+            self.arrive(done.key, now)
+
+    def arrive(self, key: TransferKey, now: float) -> None:
+        """The requests of a transfer are ARRIVED when prefill has written everything, it is in its pages, verified if
+        it has to be, and the cached prefix is in the hot buffer. Called when one of these has come true.
+        """
+        prompt = self._prefilling.prompts.get(key)
+        attempt = prompt.attempt if prompt is not None else None
+        if prompt is None or attempt is None or (done := attempt.done) is None or not self._prefilling.landed(prompt):
             return
-        attempt = prompt.attempt
-        assert attempt is not None, f"prompt {prompt.prompt_id} arrived without an attempt"
-        if self._memory.copies.of(attempt) is not None:
-            attempt.held = done
-            _advance(prompt, State.LOADING, now)
+        if self._limits.verify_kv and not attempt.verified:
+            if key not in self._memory.holds.verifying:
+                self._verify(prompt, attempt, now)
             return
-        problem = self._remote.check_complete(prompt, done)
+        if attempt.hot_pages and self._memory.copies.of(attempt) is not None:
+            _enter(prompt, State.LOADING, now)
+            return
+        self._prefilling.writer_stopped(key, late_writes=False, now=now)
+        problem = self._prefilling.missing(prompt, done)
         if problem is not None:
-            self.transfer_failed(TransferFailed(done.key, problem, retryable=True, late_writes=True), now)
+            self.transfer_failed(TransferFailed(key, problem, retryable=True, late_writes=True), now)
             return
-        if done.json_rules != JSON_RULES and prompt.has_json and self._dispatcher.can_compute_prompt(prompt):
+        if done.json_rules != JSON_RULES and prompt.has_json and self._placer.can_compute(prompt):
             prompt.computed_here = True
             problem = "the prefill server has other grammars"
-            self.transfer_failed(TransferFailed(done.key, problem, retryable=True), now)
+            self.transfer_failed(TransferFailed(key, problem, retryable=True), now)
             return
-        samples = prompt.waiting
-        path: KvPath = "device" if attempt.hot_pages or self._memory.hot is None else "host"
-        self._count_transfer(attempt, prompt, done, path, now)
-        self._dispatcher.pace.served(now)
-        self._remote.leave(prompt)
-        for request in samples:
-            request.kv_path = path
-        self._arrived(prompt, done, now, attempt if attempt.hot_pages else None)
+        samples, path = prompt.waiting, self._prefilling.path(attempt)
+        self._prefilling.count(prompt, done, now)
+        self._count_prompt(prompt, attempt.prefix_tokens - attempt.unseen_tokens)
+        self._prefilling.leave(prompt)
+        self._arrived(prompt, done, path, now, attempt if attempt.hot_pages else None)
         if attempt.hot_pages and samples[0].state is State.ARRIVED:
-            self._run_queue.arrived.take(samples[0])
+            self._batch.arrived.take(samples[0])
             self.admit(samples[0], now)  # prefill has written its hot buffer
         self.admit_arrived(now)
 
+    def _verify(self, prompt: Prompt, attempt: Attempt, now: float) -> None:
+        """Have the ranks compare the KV of a transfer with what was sent."""
+        assert prompt.grant is not None, f"prompt {prompt.prompt_id} is verified without pages"
+        self._memory.holds.verifying[attempt.key] = self._memory.holds.hold(prompt.grant)
+        self._outbox.append(VerifyKv(attempt.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
+        _enter(prompt, State.VERIFYING, now)
+
+    def verified(self, key: TransferKey, problem: str | None, now: float) -> None:
+        """All ranks have compared the KV of a transfer with what was sent. It may have been given up meanwhile."""
+        self._memory.holds.release(self._memory.holds.verifying.pop(key))
+        prompt = self._prefilling.prompts.get(key)
+        if prompt is None or prompt.attempt is None:
+            self._counters["stale_messages"] += 1
+        elif problem is None:
+            prompt.attempt.verified = True
+            self.arrive(key, now)
+        else:
+            self._counters["checksum_errors"] += 1
+            self.transfer_failed(TransferFailed(key, problem, retryable=True, late_writes=True), now)
+
     def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> None:
         """A step of `seconds` seconds has computed a chunk. The last chunk of a prompt brings the first tokens."""
-        local, prompt = chunk.prompt, chunk.prompt.prompt
-        if not self._dispatcher.local.computed(chunk, seconds):
+        local, prompt = chunk.owner, chunk.owner.prompt
+        if not self._computing.computed(chunk, seconds):
             return
         local.input_logprobs += result.prompt_logprobs
-        if self._memory.hot is None:
-            assert prompt.grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
-            pages, freed = prompt.grant.pages, prompt.grant.freed
-            self._cache.insert(prompt.token_ids, pages, local.inserted, end=chunk.end, freed=freed)
-        self._memory.free_unseen(prompt, chunk.end)
+        self._memory.computed(local, chunk.end)
         if not chunk.last:
             return
-        self._dispatcher.local.remove(prompt)
-        self._dispatcher.pace.served(now)
+        done = self._computing.finish(local, result.drawn, now)
         self._count_prompt(prompt, local.cached - local.stored)
-        done = PrefillDone(
-            key=TransferKey(prompt.prompt_id, prompt.attempts),
-            first_tokens=result.drawn,
-            prompt_tokens=prompt.tokens,
-            chunks=0,
-            writes=0,
-            bytes_written=0,
-            queue_s=max(0.0, now - local.started_at - local.compute_s),
-            compute_s=local.compute_s,
-            transfer_tail_s=0.0,
-            cached_tokens=local.cached,
-            input_logprobs=pack_logprobs(local.input_logprobs),
-            stored_tokens=local.stored,
-        )
         samples = prompt.waiting
         for request in samples:
-            request.kv_path = "local"
             if self._memory.hot is not None and request.done is None:
                 request.host_tokens = local.cached
-        self._arrived(prompt, done, now)
+        self._arrived(prompt, done, "local", now)
         if local.hot_slot is None:
             return
         # with HiSparse, one of them inherits its hot buffer
         heir = next((request for request in samples if request.state is State.ARRIVED), None)
         self._memory.pass_on_hot(local, heir)
         if heir is not None:
-            self._run_queue.arrived.take(heir)
+            self._batch.arrived.take(heir)
             self.admit(heir, now)
 
-    def _arrived(self, prompt: Prompt, done: PrefillDone, now: float, received: Attempt | None = None) -> None:
+    def _arrived(
+        self, prompt: Prompt, done: PrefillDone, path: str, now: float, received: Attempt | None = None
+    ) -> None:
         """The KV of a prompt is in its pages: its requests become ARRIVED, each with its first token. With `received`,
         the rows are in the hot buffer of that attempt instead, and the prompt has only one request.
         """
-        grant = prompt.grant
+        grant, prompt.grant = prompt.grant, None
         assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
-        prompt.grant = None
+        self._queued.pace.served(now)
         samples = prompt.waiting
         for request in samples:
-            request.lifecycle.advance(State.ARRIVED, now)
+            request.kv_path = path
+            request.enter(State.ARRIVED, now)
             request.received(done, now)
-            if received is not None:
+            if received is not None and isinstance(self._memory, HisparseMemory):
                 self._memory.receive_rows(prompt, received, request)
-            self._copy_tail(prompt, request, grant)
+            self._memory.copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
                 prefilled = Prefilled(
                     request.rid, done.cached_tokens, done.input_logprobs, done.stored_tokens, request.host_tokens
                 )
                 self._outbox.append(SendToFrontend(prefilled))
             if not self._memory.unsaved(request) and request is samples[0]:
-                self._uncached.append(request)
-            self._run_queue.arrived.push(request)
+                self._memory.inserts.arrived(request)
+            self._batch.arrived.push(request)
             self.accept_token(request, done.first_tokens[request.sample], now)
-        self._memory.release_grant(grant)
-
-    def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
-        """Copy the last page of the prompt to a sample that has its own copy of that page. Samples share full pages;
-        they write different tokens into the last one.
-        """
-        full, within = divmod(prompt.tokens, self._limits.page_size)
-        if within and request.pages[full] != grant.pages[full]:
-            self._memory.copy_page(grant.pages[full], request.pages[full])
-
-    def _count_transfer(self, attempt: Attempt, prompt: Prompt, done: PrefillDone, path: KvPath, now: float) -> None:
-        self._counters["transfers"] += 1
-        self._counters["transfer_bytes"] += done.bytes_written
-        self._counters[f"path_bytes_{path}"] += done.bytes_written
-        self._counters["transfer_writes"] += done.writes
-        self._count_prompt(prompt, attempt.prefix_tokens - attempt.unseen_tokens)
-        if attempt.expected_cached is not None:
-            self._counters["dispatch_tokens_reused"] += done.cached_tokens
-        self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
-        self._rates.transfers.ended(now - attempt.sent_at - done.queue_s - done.compute_s, now)
+        self._memory.holds.release(grant)
 
     def _count_prompt(self, prompt: Prompt, reused: int) -> None:
         """Count the tokens of a prompt, and those that were `reused`: once, not again after a retraction."""
@@ -303,68 +337,30 @@ class Transitions:
             self._counters["prompt_tokens"] += prompt.tokens
             self._counters["prefix_tokens_reused"] += reused
 
-    def prefix_stored(self, local: LocalPrompt, tokens: int, now: float) -> None:
-        """A load from the KV store has ended: the first `tokens` tokens of a prompt are in its pages; 0 if nothing was
-        loaded. The rest is computed here. If the placement expected many more stored tokens, the prompt is queued and
-        placed again, once: without them, a prefill server may be faster.
-        """
-        prompt, dispatcher = local.prompt, self._dispatcher
-        expected = prompt.cached_estimate[1] if prompt.stored_estimate and prompt.cached_estimate is not None else 0
-        if expected - max(tokens, local.cached) >= LEAST_TOKENS and dispatcher.peers.able(prompt):
-            prompt.load_failed, prompt.stored_estimate, prompt.cached_estimate = True, 0, None
-            self._memory.release_prompt(dispatcher.local.remove(prompt))
-            self._requeue(prompt, now)
-            return
-        if tokens > local.cached:
-            dispatcher.local.stored(local, tokens)
-            self._counters["store_tokens_loaded"] += local.stored
-        if dispatcher.start_local(local):
-            _advance(prompt, State.COMPUTING, now)
-
     def copied(self, copy: Copy, seconds: float, now: float) -> None:
         """All ranks have made a background copy, which took `seconds`. Its owner may have ended meanwhile."""
-        if copy.tokens:
-            self.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
         self._memory.release_copy(copy)
         if copy.kind == "save":
             self._rates.copied_pages.measured(copy.pages, seconds)
         request = copy.owner
         if isinstance(request, LocalPrompt):
             if request.prompt.local is request:
-                self._dispatcher.local.loaded(request)
-                _advance(request.prompt, State.COMPUTING, now)
+                self._loaded(request, now)
         elif isinstance(request, Attempt):
-            done, request.held = request.held, None
-            if done is not None and not request.given_up:
-                self._received(done, now)
+            self.arrive(request.key, now)
         elif self.requests.get(request.rid) is request:
             match copy.kind:
                 case "save":
-                    request.lifecycle.advance(State.SAVED, now)
+                    request.enter(State.SAVED, now)
                 case "restore":
-                    request.lifecycle.advance(State.ARRIVED, now)
-                    self._run_queue.arrived.push(request)
+                    request.enter(State.ARRIVED, now)
+                    self._batch.arrived.push(request)
                     self.admit_arrived(now)
                 case "open":
-                    self._run_queue.opening.remove(request)
+                    self._batch.opening.remove(request)
                     self.admit(request, now)
                 case _:  # "write_back": all rows of the prompt are in host memory now
-                    self._uncached.append(request)
-
-    def insert_some(self) -> None:
-        """Add a few pages of arrived prompts to the prefix cache. Call it when the ranks have their next step: to add
-        all pages of a long prompt at once would delay its first token, and the tokens of others, by milliseconds.
-        """
-        while self._uncached and (self._uncached[0].grant is None or self._uncached[0].state not in _WITH_KV):
-            self._uncached.popleft()
-        if self._uncached:
-            request = self._uncached[0]
-            tokens, grant, inserted = request.prompt_ids, request.grant, request.inserted
-            assert grant is not None, f"{request.rid} is {request.state.name} without pages"
-            end = (max(inserted.pages, grant.freed) + PAGES_INSERTED) * self._limits.page_size
-            self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
-            if end >= len(tokens) or request.inserted.complete:
-                self._uncached.popleft()
+                    self._memory.inserts.arrived(request)
 
     # -- admission: into the batch -------------------------------------------------------------------------------
 
@@ -373,28 +369,28 @@ class Transitions:
 
         With HiSparse, the request has its hot buffer already; if the buffer is fully resident, it holds all rows.
         """
-        request.lifecycle.advance(State.READY, now)
-        self._run_queue.ready.push(request)
+        request.enter(State.READY, now)
+        self._batch.ready.push(request)
 
     def admit_arrived(self, now: float) -> None:
         """Admit ARRIVED requests in order. If no hot buffer is free, a request of a lower priority loses its own."""
-        run_queue = self._run_queue
-        run_queue.paused = None
-        while len(run_queue.arrived):
-            request = run_queue.arrived.first
+        batch = self._batch
+        batch.paused = None
+        while batch.arrived.requests:
+            request = batch.arrived.first
             if not self._memory.may_admit() and not self._free_hot_buffer_for(request, now):
                 return
-            run_queue.arrived.take(request)
+            batch.arrived.take(request)
             if self._memory.open_hot(request):
                 self.admit(request, now)
             else:
-                request.lifecycle.advance(State.OPENING, now)
-                run_queue.opening.add(request)
+                request.enter(State.OPENING, now)
+                batch.opening.add(request)
 
     def fill_batch(self, now: float) -> None:
         """READY requests take the free places in the batch."""
-        for request in self._run_queue.fill_batch():
-            request.lifecycle.advance(State.RUNNING, now)
+        for request in self._batch.fill():
+            request.enter(State.RUNNING, now)
 
     def give_memory(self, now: float) -> None:
         """Give memory to whatever waits for it. Call once per loop turn.
@@ -403,7 +399,7 @@ class Transitions:
         """
         self.admit_arrived(now)
         self._allocate_waiting(now)
-        while self._memory.reclaim_lent([*self._run_queue.ready, *self._run_queue.running]):
+        while self._memory.reclaim_lent([*self._batch.ready, *self._batch.running]):
             self._allocate_waiting(now)
         self._reopen_hot(now)
 
@@ -413,22 +409,23 @@ class Transitions:
         """
         if self.starving:
             return
-        while self._memory.may_admit() and self._restore(now):
+        retracted = self._retracted
+        while retracted.requests and self._memory.may_admit() and self._restore(retracted.first, now):
             pass
-        self.dispatch(now, above=self.retracted.first.priority if len(self.retracted) else None)
+        self.dispatch(now, above=retracted.first.priority if retracted.requests else None)
 
     def _reopen_hot(self, now: float) -> None:
         """Make one evicting request fully resident again, if pages are to spare: it loses its hot buffer, becomes
         ARRIVED, and gets a larger buffer. Others run while its rows are copied.
         """
-        run_queue = self._run_queue
-        if len(run_queue.arrived):
+        batch = self._batch
+        if batch.arrived.requests:
             return  # free hot pages are for ARRIVED requests
-        request = self._memory.next_to_reopen(run_queue.running, len(self.requests))
+        request = self._memory.next_to_reopen(batch.running, len(self.requests))
         if request is None:
             return
         if request.in_flight:
-            run_queue.paused = run_queue.paused or request
+            batch.paused = batch.paused or request
             return
         self._take_hot_buffer(request, now)
         self.admit_arrived(now)
@@ -445,16 +442,19 @@ class Transitions:
         while not self._memory.grow(request):
             if self._memory.must_wait(request):
                 return False
-            if self._memory.reclaim_lent(self._run_queue.running):
+            if self._memory.reclaim_lent(self._batch.running):
                 continue
             if self._memory.pages_pending:
                 return False
-            runs = self._run_queue
-            victim = _least_important(self._saved((*runs.arrived, *runs.ready, *runs.running)))
+            if self._memory.inserts.of_ended:
+                self._memory.inserts.drop_ended()
+                continue
+            runs = self._batch
+            victim = _least_important(self._able_to_yield((*runs.arrived, *runs.ready, *runs.running)))
             if victim is None:
                 return False  # the rows of all requests are on their way to host memory
             if victim.in_flight:
-                self._run_queue.paused = victim
+                self._batch.paused = victim
                 return False
             self._retract(victim, now)
             if victim is request:
@@ -466,82 +466,74 @@ class Transitions:
 
         A victim that is in a step is paused: it gets no further step, and a later call takes its buffer.
         """
-        victim = _least_important(self._saved((*self._run_queue.ready, *self._run_queue.running)))
+        victim = _least_important(self._able_to_yield((*self._batch.ready, *self._batch.running)))
         if victim is None or victim.priority >= request.priority:
             return False
         if victim.in_flight:
-            self._run_queue.paused = victim
+            self._batch.paused = victim
             return False
         self._counters["retractions"] += 1
         self._take_hot_buffer(victim, now)
         return self._memory.may_admit()
 
-    def _saved(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def _able_to_yield(self, requests: Iterable[Request]) -> Iterator[Request]:
         """The requests that can give up memory. With HiSparse, all rows of such a request are in host memory."""
         return (request for request in requests if not self._memory.unsaved(request))
 
     def _take_hot_buffer(self, request: Request, now: float) -> None:
         """Take the hot buffer of a request that is in no step. It waits for another one; its KV stays in its pages."""
-        self._run_queue.remove(request)
+        self._batch.remove(request)
         self._memory.close_hot(request)
-        request.lifecycle.advance(State.ARRIVED, now)
-        self._run_queue.arrived.push(request)
+        request.enter(State.ARRIVED, now)
+        self._batch.arrived.push(request)
 
     def _retract(self, request: Request, now: float) -> None:
         """Take all memory of a request. Its tokens are kept. Its KV is saved if a copy is cheaper than prefill, or if
         the sequence is too long for prefill now.
         """
         self._counters["retractions"] += 1
-        self._run_queue.remove(request)
-        first = self._memory.first_visible(request.kv_tokens)
-        pages = pages_for(request.kv_tokens, self._limits.page_size) - first
-        can_compute = request.kv_tokens + 1 <= self._dispatcher.largest_prompt(request.prompt.endpoint)
+        self._batch.remove(request)
+        pages = self._memory.pages_to_save(request)
+        can_compute = request.kv_tokens + 1 <= self._placer.largest_prompt(request.prompt.endpoint)
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
-            request.lifecycle.advance(State.SAVING, now)
-            self.retracted.push(request)
-            self._memory.save(request, first, pages)
+            request.enter(State.SAVING, now)
+            self._retracted.push(request)
+            self._memory.save(request)
         else:
             self._counters["retractions_recomputed"] += 1
-            request.lifecycle.advance(State.QUEUED, now)
-            self._dispatcher.recompute(request, now)
+            request.enter(State.QUEUED, now)
+            request.recompute(next(self._prompt_ids), now)
+            self._queued.push(request.prompt, now, again=True)
+            self._connect(request.prompt)  # the connection may have been closed since
             self._memory.release(request)
 
     def _worth_saving(self, request: Request, pages: int) -> bool:
         """Whether host memory has room for a copy, and the copy is cheaper than prefill or no server can prefill."""
-        saved = sum(request.saved_pages for request in self.retracted)
+        saved = sum(request.saved_pages for request in self._retracted)
         cheaper = self._rates.copy_is_cheaper(pages, request.kv_tokens)
-        absent = not self._dispatcher.can_prefill(request.prompt.endpoint, request.kv_tokens + 1)
+        absent = not self._placer.can_prefill(request.prompt.endpoint, request.kv_tokens + 1)
         return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 
-    def _restore(self, now: float) -> bool:
-        """Allocate pages for the first request of the queue and copy its KV back; it is ARRIVED when the copy has
-        ended. Returns False if the queue is empty, if the request is still being saved, or if pages are short.
+    def _restore(self, request: Request, now: float) -> bool:
+        """Allocate pages for a retracted request and copy its KV back; it is ARRIVED when the copy has ended. Returns
+        False if it is still being saved, or if pages are short.
         """
-        if not len(self.retracted) or self.retracted.first.state is State.SAVING:
+        if request.state is State.SAVING or not self._memory.restore(request):
             return False
-        request = self.retracted.first
-        most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
-        first = self._memory.first_visible(request.kv_tokens)
-        growth = self._memory.growth_pages(request.saved_pages, first, most_tokens)
-        request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth, freed=first)
-        if request.grant is None:
-            return False
-        self._memory.restore(request)
-        self.retracted.take(request)
-        request.lifecycle.advance(State.RESTORING, now)
-        request.saved_pages = 0
+        self._retracted.take(request)
+        request.enter(State.RESTORING, now)
         return True
 
     # -- retry: an attempt has failed ----------------------------------------------------------------------------
 
     def transfer_failed(self, failed: TransferFailed, now: float) -> None:
         """Prefill has stopped writing before the end, or has refused to begin. Stale keys are only counted."""
-        prompt = self._remote.prompts.get(failed.key)
+        prompt = self._prefilling.prompts.get(failed.key)
         self._counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
-            self._remote.give_up(prompt, failed.reason, abort=False)
-        self._remote.writer_stopped(failed.key, late_writes=failed.late_writes, now=now)
+            self._prefilling.give_up(prompt, failed.reason, abort=False)
+        self._prefilling.writer_stopped(failed.key, late_writes=failed.late_writes, now=now)
         if prompt is None:
             return
         if failed.retryable and failed.refused:
@@ -554,28 +546,30 @@ class Transitions:
             self.end_all(prompt, ServerError(f"prefill refused the request: {failed.reason}"), now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """Retry the prompts that a lost prefill server has not finished. Their old pages are quarantined, because the
-        server may still be writing.
+        """Queue the prompts again that are PREFILLING at a lost server, and of which it has not said PrefillDone. Their
+        old pages are quarantined, because the server may still be writing. After MAX_ATTEMPTS, and if this server
+        cannot compute a prompt, its requests fail. No other request changes its state: from VERIFYING on it has all KV,
+        and COMPILING or QUEUED it waits for a server that takes it (deadlines.py).
         """
-        for prompt in self._remote.of_peer(instance):
-            self._remote.give_up(prompt, f"prefill server lost: {reason}", abort=True)
+        for prompt in self._prefilling.of_peer(instance):
+            self._prefilling.give_up(prompt, f"prefill server lost: {reason}", abort=True)
             self._retry_or_fail(prompt, now)
 
     def take_back(self, now: float) -> None:
         """Compute a prompt that a prefill server would bring late, and this server would not. One in a turn, because
         each makes the others wait here.
         """
-        prompt = self._remote.first_late(now)
+        prompt = self._placer.first_late(now)
         if prompt is not None:
-            self._remote.give_up(prompt, "the prefill server was late", abort=True)
+            self._prefilling.give_up(prompt, "the prefill server was late", abort=True)
             prompt.computed_here = True
             self._retry_or_fail(prompt, now)
 
     def break_off(self, key: TransferKey, instance: InstanceId, problem: str, now: float) -> None:
         """Messages of a prefill server about staged parts make no sense: fail the transfer."""
-        prompt = self._remote.prompts.get(key)
-        if prompt is not None and prompt in self._remote.of_peer(instance):
-            self._remote.give_up(prompt, problem, abort=True)
+        prompt = self._prefilling.prompts.get(key)
+        if prompt is not None and prompt in self._prefilling.of_peer(instance):
+            self._prefilling.give_up(prompt, problem, abort=True)
             self.end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
     def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
@@ -584,7 +578,7 @@ class Transitions:
         The pages of the attempt are in quarantine already.
         """
         begun = prompt.attempts - prompt.times_refused
-        if begun >= MAX_ATTEMPTS and not self._dispatcher.can_compute_prompt(prompt):
+        if begun >= MAX_ATTEMPTS and not self._placer.can_compute(prompt):
             message = f"failed after {begun} attempts: {prompt.last_problem}"
             self.end_all(prompt, UnavailableError(message, retry_after_s=1), now)
             return
@@ -599,7 +593,7 @@ class Transitions:
         if it had not been sent.
         """
         assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused without an attempt"
-        self._dispatcher.peers.refused(prompt.attempt.instance, now)
+        self._peers.refused(prompt.attempt.instance, now)
         if not full and prompt.refused_since is None:
             prompt.refused_since = now
         prompt.times_refused += 1
@@ -607,7 +601,7 @@ class Transitions:
 
     def _queue_again(self, prompt: Prompt, now: float) -> None:
         self._counters["redispatches"] += 1
-        self._remote.leave(prompt)
+        self._prefilling.leave(prompt)
         self._requeue(prompt, now)
 
     # -- output and end ------------------------------------------------------------------------------------------
@@ -616,7 +610,7 @@ class Transitions:
         """Send a sampled token to the frontend; end the request if it is the last one."""
         request.output_ids.append(token.token)
         self._counters["generation_tokens"] += 1
-        self.lateness.token(request, now)
+        self._deadlines.token(request, now)
         logprobs = (token,) if request.logprobs is not None else ()
         self._outbox.append(SendToFrontend(Tokens(request.rid, (token.token,), logprobs)))
         reason = request.finish_reason(self._eos_token_ids)
@@ -632,27 +626,19 @@ class Transitions:
         """Send the terminal message of a request and release its memory. Its pages may be in quarantine for longer."""
         match request.state:
             case State.ARRIVED | State.OPENING | State.READY | State.RUNNING:
-                self._run_queue.remove(request)
+                self._batch.remove(request)
             case State.SAVING | State.SAVED:
                 self._memory.drop_saved(request)
-                self.retracted.remove(request)
-                request.saved_pages = 0
+                self._retracted.remove(request)
             case State.RESTORING:
                 pass
             case _ if request.prompt.waiting == [request]:  # no other sample waits
                 self._withdraw(request.prompt, str(outcome), now)
-        if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
-            tokens = request.prompt_ids + tuple(request.output_ids[:-1])
-            copy = self._memory.copies.of(request)
-            if copy is not None and copy.kind == "write_back":
-                copy.tokens = tokens  # cached when the copy has ended: then all rows are in host memory
-            else:
-                assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
-                self._share_inserted(request, request.grant, tokens)
-                self.cache_answer(tokens, request.grant, request.inserted)
+        if request.state in WITH_KV and isinstance(outcome, FinishReason):
+            self._memory.insert_answer(request)
         self._memory.release(request)
         del self.requests[request.rid]
-        request.lifecycle.advance(State.ENDED, now)
+        request.enter(State.ENDED, now)
         if isinstance(outcome, RequestError):
             self._counters["grammars_too_complex"] += isinstance(outcome, GrammarTooComplexError)
             self._counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
@@ -663,35 +649,21 @@ class Transitions:
 
     def _withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
         """No request needs this prompt any more."""
-        if prompt in self._compiling:
-            self._compiling.remove(prompt)
-        elif prompt.local is not None:
-            self._memory.release_prompt(self._dispatcher.local.remove(prompt))  # free when steps in flight have ended
-        else:
-            self._dispatcher.withdraw(prompt, reason, now)
-
-    def cache_answer(self, tokens: Sequence[int], grant: PageGrant[KvPage], inserted: InsertedPrefix) -> None:
-        """Keep the full pages of a finished request in the prefix cache, and offer them to the KV store."""
-        self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
-        if self._store is not None:
-            self._store.offer(self._store.new_chain(), tokens, inserted)
-
-    def _share_inserted(self, request: Request, grant: PageGrant[KvPage], tokens: Sequence[int]) -> None:
-        """Add the pages of the prompt to the prefix cache, for all its samples: 16 samples of a prompt of 131,072
-        tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. A sample that was
-        retracted has other pages since.
-        """
-        prompt, inserted, last = request.prompt, request.inserted, request.prompt.inserted.node
-        if last is not None and grant.pages[prompt.inserted.pages - 1] == last.page:
-            inserted.continue_at(prompt.inserted)
-        self._cache.insert(tokens, grant.pages, inserted, end=len(prompt.token_ids), freed=grant.freed)
-        prompt.inserted.continue_at(inserted)
+        match prompt.waiting[0].state:
+            case State.COMPILING:
+                self._compiling.remove(prompt)
+            case State.QUEUED:
+                self._queued.remove(prompt)
+            case _ if prompt.local is not None:  # its memory is free when steps in flight have ended
+                self._memory.release_prompt(self._computing.remove(prompt))
+            case _:
+                self._prefilling.withdraw(prompt, reason, now)
 
 
-def _advance(prompt: Prompt, state: State, now: float) -> None:
+def _enter(prompt: Prompt, state: State, now: float) -> None:
     """Change the state of the requests that wait for a prompt."""
     for request in prompt.waiting:
-        request.lifecycle.advance(state, now)
+        request.enter(state, now)
 
 
 def _least_important(requests: Iterable[Request]) -> Request | None:
@@ -701,7 +673,7 @@ def _least_important(requests: Iterable[Request]) -> Request | None:
         key=lambda request: (
             -request.priority,
             request.state is not State.RUNNING,
-            request.lifecycle.started,
+            request.started,
             request.sample,
         ),
         default=None,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ...transfer.control.events import PeerSnapshot
 from ...transfer.control.peers import AnyControl
-from ..decode.dispatch.prefill_peers import DispatchInputs
+from ..decode.placement.peers import DispatchInputs
 from ..messages.frontend import PeerStatus
 from .decode_engine import DecodeEngine
 from .prefill_engine import NO_ROUTES, KvRoutes, PrefillEngine
@@ -35,7 +35,7 @@ def peer_status(
     inputs: dict[str, DispatchInputs] = {}
     for engine in engines:
         if isinstance(engine, DecodeEngine) and not inputs:  # data-parallel ranks have connections of their own
-            inputs = engine.scheduler.dispatcher.peers.inputs()
+            inputs = engine.scheduler.peers.inputs()
         if isinstance(engine, PrefillEngine):
             for instance, found in list(engine.routes.items()):
                 known = routes.get(instance, NO_ROUTES)
@@ -63,7 +63,7 @@ def peer_status(
 
 def hashed_page_sizes(engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]) -> tuple[int, ...]:
     """Page sizes for which the frontend hashes prompts."""
-    peers = (engine.scheduler.dispatcher.peers for engine in engines if isinstance(engine, DecodeEngine))
+    peers = (engine.scheduler.peers for engine in engines if isinstance(engine, DecodeEngine))
     return tuple(sorted({size for known in peers for size in known.hashed_page_sizes}))
 
 

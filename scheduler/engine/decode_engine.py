@@ -6,10 +6,10 @@ import math
 from ...common.errors import ServerError
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import PeerUp
-from ...transfer.plan.pairing import share_device
+from ...transfer.plan.pairing import share_device, share_gpu
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import Hello, InstanceId, TransferKey, Welcome
-from ..decode.dispatch.prefill_peers import PrefillPeer
+from ..decode.placement.peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect
 from ..messages.ranks import RunStep
@@ -46,11 +46,12 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     capacity=layout.num_pages * layout.page_size,
                     writes_both=welcome.enable_hisparse,
                     shares_device=share_device(self._hello.ranks, welcome.ranks),
+                    shares_gpu=share_gpu(self._hello.ranks, welcome.ranks),
                 )
-                if peer.shares_device:
-                    computed = self.scheduler.limits.local_prefill == "auto"
-                    effect = "prompts after the first are computed here" if computed else "steps wait for its prompts"
-                    log.info("prefill %s has the same device: %s", endpoint, effect)
+                if peer.shares_device and self.scheduler.limits.local_prefill == "auto":
+                    log.info("prefill %s has the same device: prompts after the first are computed here", endpoint)
+                elif peer.shares_gpu:
+                    log.info("prefill %s has the same GPU: decode steps wait for its prompts", endpoint)
                 self.scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case _:
                 super().handle(event, now)

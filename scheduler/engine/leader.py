@@ -45,9 +45,9 @@ from ...transfer.plan.pairing import check_pair
 from ...transfer.plan.ring import StagingRing
 from ...transfer.plan.staged_regions import cell_bytes
 from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome, dp_instance
-from ..decode.dispatch.staging import RankRing
 from ..decode.memory.hot_buffers import HotLimits
 from ..decode.requests.limits import DecodeLimits
+from ..decode.rooms.staging import RankRing
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import ModelInfo, RankInfo, Ready, StartupFailed, Status, Stop
 from ..messages.ranks import RankFailed, RankReady

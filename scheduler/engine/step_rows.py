@@ -8,7 +8,7 @@ from ...common.sampling import LogprobParams, SamplingParams
 from ...memory.index_spaces import RequestSlot
 from ..chunking.chunk_queue import Chunk
 from ..decode.requests.request import LocalPrompt
-from ..decode.run_queue import DecodeRow
+from ..decode.rooms.batch import DecodeRow
 from ..messages.step import Draw, StepRow
 from ..prefill.request import PrefillRequest
 
@@ -30,17 +30,17 @@ def decode_row(row: DecodeRow) -> StepRow:
 
 def local_row(chunk: Chunk[LocalPrompt]) -> StepRow:
     """A chunk that a decode server computes itself."""
-    prompt = chunk.prompt.prompt
+    prompt = chunk.owner.prompt
     return _prompt_row(
         prompt.token_ids,
         chunk.start,
         chunk.end,
-        chunk.prompt.pages,
+        chunk.owner.pages,
         sampling=prompt.first_sampling,
         draws=prompt.samples if chunk.last else 0,
         outputs=prompt.output_tokens,
         logprobs=prompt.waiting[0].logprobs,
-        hot_slot=chunk.prompt.hot_slot,
+        hot_slot=chunk.owner.hot_slot,
     )
 
 

@@ -86,15 +86,15 @@ class Lifecycle(Generic[S]):
         self.started = now
         self._spent: dict[S, float] = {}
 
-    def advance(self, state: S, now: float) -> None:
+    def enter(self, state: S, now: float) -> None:
         """Move to `state`, or raise IllegalTransitionError."""
         if state not in self._table[self.state]:
             raise IllegalTransitionError(f"{self.state.name} -> {state.name}")
-        self._spent[self.state] = self.spent(self.state, now)
+        self._spent[self.state] = self._spent.get(self.state, 0.0) + now - self.since
         self.state = state
         self.since = now
 
-    def spent(self, state: S, now: float) -> float:
-        """Seconds in `state` so far, over all visits."""
-        current = now - self.since if state is self.state else 0.0
-        return self._spent.get(state, 0.0) + current
+    def spent(self, *states: S, now: float) -> float:
+        """Seconds in these states so far, over all visits."""
+        current = now - self.since if self.state in states else 0.0
+        return sum([self._spent.get(state, 0.0) for state in states]) + current

@@ -39,13 +39,13 @@ class ComputeQueue:
     @property
     def running(self) -> set[PrefillRequest]:
         """Requests in steps in flight. The others wait."""
-        return {chunk.prompt for step, _ in self._steps for chunk in step.chunks}
+        return {chunk.owner for step, _ in self._steps for chunk in step.chunks}
 
     def computing_for(self, seconds: float, now: float) -> list[PrefillRequest]:
         """The requests of the oldest step in flight, if it was sent to the ranks at least `seconds` ago."""
         if not self._steps or now - self._steps[0][1] < seconds:
             return []
-        return [chunk.prompt for chunk in self._steps[0][0].chunks]
+        return [chunk.owner for chunk in self._steps[0][0].chunks]
 
     def add(self, request: PrefillRequest) -> None:
         """Add a request that has its pages."""
@@ -61,7 +61,7 @@ class ComputeQueue:
     def cached(self, request: PrefillRequest) -> None:
         """All computed tokens of a request are in the prefix cache now: requests that wait for them may start."""
         if request.progress is not None:
-            self.prefixes.advance(request.progress, request.computed)
+            self.prefixes.cached(request.progress, request.computed)
 
     def may_start_step(self) -> bool:
         """Whether the ranks take another step."""
@@ -90,7 +90,7 @@ class ComputeQueue:
         entered_at = self._ended_at[0] if len(self._ended_at) == self._limits.stages else started_at
         last_ended_at = self._ended_at[-1] if self._ended_at else started_at
         self._ended_at.append(now)
-        for request in {chunk.prompt for chunk in step.chunks}:
+        for request in {chunk.owner for chunk in step.chunks}:
             request.compute_s += now - max(started_at, entered_at, request.computed_at)
             request.computed_at = now
         tokens = sum(chunk.end - chunk.start for chunk in step.chunks)

@@ -206,7 +206,7 @@ class PrefillScheduler:
         if now >= self._expire_at:
             self._expire(now)
         if self.kv_store is not None:
-            self.kv_store.advance(now)
+            self.kv_store.send_next(now)
         self._start_waiting(now)
         for request in self._computing.computing_for(BEGUN_AFTER_S, now):
             self._report_begun(request)
@@ -284,7 +284,8 @@ class PrefillScheduler:
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
-        return self._outbox.take_all()
+        effects, self._outbox[:] = self._outbox[:], []
+        return effects
 
     # -- state -------------------------------------------------------------------------------------------------
 

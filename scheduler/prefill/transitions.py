@@ -73,7 +73,7 @@ class Transitions:
 
     def compiled(self, request: PrefillRequest, now: float) -> None:
         """The grammar of a request, which has left `compiling`, is compiled."""
-        request.lifecycle.advance(PrefillState.WAITING, now)
+        request.lifecycle.enter(PrefillState.WAITING, now)
         self._waiting.push(request)
 
     def start(self, request: PrefillRequest, most: int, now: float) -> None:
@@ -92,7 +92,7 @@ class Transitions:
                 tokens_per_s=self._computing.rate.per_s,
             ):
                 self.loading.add(request)
-                request.lifecycle.advance(PrefillState.LOADING, now)
+                request.lifecycle.enter(PrefillState.LOADING, now)
                 return
         self._compute(request, now)
 
@@ -112,7 +112,7 @@ class Transitions:
     def _compute(self, request: PrefillRequest, now: float) -> None:
         """Queue a request to be computed, and send its cached prefix."""
         request.computed = request.scheduled = request.cached
-        request.lifecycle.advance(PrefillState.COMPUTING, now)
+        request.lifecycle.enter(PrefillState.COMPUTING, now)
         self._computing.add(request)
         # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
         span = self._limits.chunk_size if request.destination.verify else max(1, request.cached)
@@ -122,7 +122,7 @@ class Transitions:
     def computed(self, request: PrefillRequest, now: float) -> None:
         """All of a prompt is computed, and its first tokens are sampled."""
         self._computing.remove(request)
-        request.lifecycle.advance(PrefillState.SENDING, now)
+        request.lifecycle.enter(PrefillState.SENDING, now)
         self._finish_if_sent(request, now)
 
     def send(self, request: PrefillRequest, start: int, end: int, *, after: int | None = None) -> None:
@@ -214,7 +214,7 @@ class Transitions:
             return
         assert request.first_tokens, f"{request.ref} was computed without a first token"
         before = (PrefillState.WAITING, PrefillState.LOADING, PrefillState.COMPUTING)
-        before_s = sum(request.lifecycle.spent(state, now) for state in before)
+        before_s = request.lifecycle.spent(*before, now=now)
         done = PrefillDone(
             key=request.key,
             first_tokens=request.first_tokens,
@@ -224,7 +224,7 @@ class Transitions:
             bytes_written=request.bytes_written,
             queue_s=max(0.0, before_s - request.compute_s),
             compute_s=request.compute_s,
-            transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
+            transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now=now),
             cached_tokens=request.cached,
             input_logprobs=pack_logprobs(request.input_logprobs),
             stored_tokens=request.stored,
@@ -253,7 +253,7 @@ class Transitions:
             case _:
                 pass
         request.failure = reason
-        request.lifecycle.advance(PrefillState.CLOSING, now)
+        request.lifecycle.enter(PrefillState.CLOSING, now)
         if request.sending:
             self._outbox.append(CancelChunks(request.instance, request.key))
         for ended in self.staging.stop(request.ref) if request.staged else ():
@@ -281,7 +281,7 @@ class Transitions:
         self._release(request, now)
 
     def _release(self, request: PrefillRequest, now: float) -> None:
-        request.lifecycle.advance(PrefillState.CLOSED, now)
+        request.lifecycle.enter(PrefillState.CLOSED, now)
         del self.requests[request.ref]
         if request.grant is not None:
             self._pages.release(request.grant)

@@ -22,9 +22,9 @@ from ...transfer.protocol.messages import (
     InstanceId,
     KvDestination,
 )
-from ..decode.dispatch.prefill_peers import PrefillPeer
+from ..decode.placement.peers import PrefillPeer
 from ..decode.requests.limits import DecodeLimits
-from ..decode.run_queue import DecodeStep
+from ..decode.rooms.batch import DecodeStep
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import SendToFrontend, SendToPeer
 from ..messages.frontend import Failed, Finished, Submit, Tokens
@@ -118,11 +118,13 @@ class Cluster:
         prefills: int,
         decodes: int,
         cores: int | None = None,
+        one_gpu: bool = False,
         hashes: bool = False,
     ) -> None:
-        """With `cores`, all servers share a machine with that many cores. With `hashes`, prompts share prefixes, and
-        decode servers compare them with what prefill servers have cached.
+        """With `cores`, all servers share a machine with that many cores; with `one_gpu`, a GPU. With `hashes`, prompts
+        share prefixes, and decode servers compare them with what prefill servers have cached.
         """
+        cores = 1 if one_gpu else cores
         self._settings = settings
         self._times = times
         self._hashes = hashes
@@ -143,6 +145,7 @@ class Cluster:
                     {f"{prefill.instance}:1"},
                     capacity=settings.prefill_pages * settings.prefill.page_size,
                     shares_device=cores is not None and 2 * settings.cores > cores,
+                    shares_gpu=one_gpu,
                 )
                 decode.scheduler.peer_up(peer)
 
@@ -202,7 +205,7 @@ class Cluster:
     def _submit(self, number: int, arrival: Arrival) -> None:
         self._outcomes[str(number)].at_s = self._clock.now
         decode = self._decodes[number % len(self._decodes)]
-        sizes = decode.scheduler.dispatcher.peers.hashed_page_sizes if self._hashes else ()
+        sizes = decode.scheduler.peers.hashed_page_sizes if self._hashes else ()
         hashes = {size: pack_short_hashes(page_hashes(arrival.prompt, size)) for size in sizes}
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True)
         decode.scheduler.handle(Submit(str(number), arrival.prompt, sampling, page_hashes=hashes), self._clock.now)
@@ -275,8 +278,8 @@ class Cluster:
         server.busy_s += self._clock.now - server.step_started
         results = [StepResult((TOKEN,), ())] * len(step.rows)
         for chunk in step.chunks:
-            ends = chunk.last and chunk.prompt.prompt.local is chunk.prompt
-            results.append(StepResult((TOKEN,) * chunk.prompt.prompt.samples if ends else (), ()))
+            ends = chunk.last and chunk.owner.prompt.local is chunk.owner
+            results.append(StepResult((TOKEN,) * chunk.owner.prompt.samples if ends else (), ()))
         server.scheduler.step_done(step.command_id, results, self._clock.now)
         self._turn_decode(server)
 

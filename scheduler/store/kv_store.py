@@ -302,7 +302,7 @@ class KvStore(Generic[OwnerT]):
         while self._queued > MOST_QUEUED:
             self._drop(len(self._offers.popleft().blocks))
 
-    def advance(self, now: float) -> None:
+    def send_next(self, now: float) -> None:
         """Send the next write, or a ping, if it is time for one."""
         if self.breaker.take_ping(now):
             self._outbox.append(StorePing())

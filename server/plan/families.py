@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from ...models.config.model import ARCHITECTURES, GGUF_ARCHITECTURES, SPARSE_ARCHITECTURES
-from ...models.config.windows import WINDOWED_ARCHITECTURES
+from ...models.registry import FAMILIES
 
 
 class FamilyRow(NamedTuple):
@@ -16,21 +15,13 @@ class FamilyRow(NamedTuple):
 
 
 def family_rows() -> list[FamilyRow]:
-    """All families, in the order of ARCHITECTURES."""
+    """All families, in the order of the registry."""
     return [
         FamilyRow(
-            family,
-            architecture,
-            "safetensors, GGUF" if family in GGUF_ARCHITECTURES else "safetensors",
-            _attention(family),
+            family.name,
+            family.architecture,
+            "safetensors, GGUF" if family.gguf else "safetensors",
+            family.attention,
         )
-        for architecture, family in ARCHITECTURES.items()
+        for family in FAMILIES
     ]
-
-
-def _attention(family: str) -> str:
-    if family in SPARSE_ARCHITECTURES:
-        return "sparse (HiSparse)"
-    if family == "deepseek_v3":
-        return "latent"
-    return "full, sliding window" if family in WINDOWED_ARCHITECTURES else "full"

@@ -11,6 +11,7 @@ from rich.text import Text
 from ...common.errors import StartupError
 from ...models.config.model import ModelConfig
 from ...models.loading.catalog import EMBEDDED_MODEL, GEOMETRIES, locate_geometry, locate_model
+from ...models.registry import FAMILIES
 from ...models.weights.schemes import SUPPORTED
 from .families import FamilyRow, family_rows
 
@@ -18,9 +19,8 @@ GIB = 1 << 30
 _FP8_KEY_BYTES = 132
 """An indexer key in fp8 and its scale, the default on GPUs that have fp8."""
 
-_FORMATS = textwrap.fill(
-    f"Quantized safetensors: {SUPPORTED}. gpt_oss has MXFP4 experts instead, gemma3_text none.", 78
-)
+_OTHERS = ", ".join(f"{family.name} {family.quantized}" for family in FAMILIES if family.quantized is not None)
+_FORMATS = textwrap.fill(f"Quantized safetensors: {SUPPORTED}. Others have: {_OTHERS}.", 78)
 NOTES = f"""\
 KV of 1,000 tokens; weights and KV in 16 bits, weights in fp8 where the
 checkpoint has them. A server also needs about 4 GiB on each GPU:

@@ -4,6 +4,7 @@ Hugging Face directories have a tokenizer.json, which is used unchanged. For GGU
 their metadata (models/formats/gguf_tokenizer.py).
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
@@ -28,6 +29,10 @@ from .token_floor import TokenFloor
 _MOST_TEMPLATE_BYTES = 1 << 20
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
+_LONGEST_SILENCE = 1024
+"""The last token of a prompt that has a text is searched among so many: a prompt may have a million without one, and
+its output begins on the event loop.
+"""
 _GGUF_TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -220,7 +225,8 @@ class TextStream:
         # token of a text differently.
         self._context = 0
         self._emitted = 0  # characters of the window's text that were returned
-        last = next((token for token in reversed(before) if self._is_heard(token)), None)
+        latest = itertools.islice(reversed(before), _LONGEST_SILENCE)
+        last = next((token for token in latest if self._is_heard(token)), None)
         if last is not None and not (text := self._decode([last])).endswith(_REPLACEMENT):
             self._window, self._context, self._emitted = [last], 1, len(text)
 

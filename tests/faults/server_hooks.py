@@ -15,6 +15,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,8 @@ class ServerHooks:
         self._reached = False
         self._released = threading.Event()
         self._clock_s = 0.0
+        self._lengths: weakref.WeakKeyDictionary[Lifecycle[Any], int] = weakref.WeakKeyDictionary()
+        """Prompt tokens of each request."""
         self._counts = {"oom": 0, "fail_writes": 0}
         """How many steps and writes are still to fail."""
         self._blocked = ""
@@ -107,17 +110,17 @@ class ServerHooks:
 
             def init(request: Any, *values: Any, **named: Any) -> None:
                 original(request, *values, **named)
-                request.lifecycle.prompt_tokens = length(request)
-                self._entered(request.lifecycle)
+                self._lengths[request.lifecycle if kind is PrefillRequest else request] = length(request)
+                self._entered(request.lifecycle if kind is PrefillRequest else request)
 
             _replace(kind, "__init__", init)
 
         wrap_request(Request, lambda request: len(request.prompt_ids))
         wrap_request(PrefillRequest, lambda request: len(request.prompt))
-        advance, turn = Lifecycle.advance, EngineLoop._turn
+        enter, turn = Lifecycle.enter, EngineLoop._turn
 
-        def advance_and_pause(lifecycle: Lifecycle[Any], state: Any, now: float) -> None:
-            advance(lifecycle, state, now)
+        def enter_and_pause(lifecycle: Lifecycle[Any], state: Any, now: float) -> None:
+            enter(lifecycle, state, now)
             self._entered(lifecycle)
 
         def turn_and_pause(loop: EngineLoop[Any]) -> None:
@@ -127,12 +130,12 @@ class ServerHooks:
                 self._reached = False
                 self._pause()
 
-        _replace(Lifecycle, "advance", advance_and_pause)
+        _replace(Lifecycle, "enter", enter_and_pause)
         _replace(EngineLoop, "_turn", turn_and_pause)
 
     def _entered(self, lifecycle: Any) -> None:
         armed = self._armed
-        if armed is None or armed["state"] != lifecycle.state.value or armed["tokens"] != lifecycle.prompt_tokens:
+        if armed is None or armed["state"] != lifecycle.state.value or armed["tokens"] != self._lengths[lifecycle]:
             return
         if armed["moment"] == TURNED:
             self._reached = True

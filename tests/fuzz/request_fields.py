@@ -41,7 +41,7 @@ from tests.server.scripted_leader import make_ready
 
 Case = dict[str, Any]
 MAX_BODY_BYTES = 4 << 20
-CONTEXT = 1 << 17
+CONTEXT = 1 << 20
 MESSAGE = {"role": "user", "content": "Hi"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -53,6 +53,8 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "texts by name": lambda room: {f"key{at}": "x" for at in range(min(48_000, room // 18))},
     "few numbers": lambda room: [7] * min(95_000, room // 3),
     "numbers": lambda room: [7] * (room // 3),
+    "a whole context": lambda room: [7] * min(CONTEXT - 64, room // 3),
+    "a whole context of words": lambda room: [1000] * min(CONTEXT - 64, room // 6),
     "different ids": lambda room: [at % 49_152 for at in range(min(1 << 18, room // 7))],
     "texts": lambda room: ["x"] * min(95_000, room // 5),
     "long texts": lambda room: ["x" * 40] * min(95_000, room // 44),
@@ -154,7 +156,9 @@ def parse(route: str, body: bytes) -> object:
 
 
 def answer(route: str, parsed: Any) -> None:
-    """What repeats fields of the request, on the event loop."""
+    """What repeats or reads fields of the request, on the event loop."""
+    if route in ("completion", "generate"):
+        begin_outputs(parsed, tokenizer())
     if route == "response":
         call, fields = parsed
         rendering = ResponsesRendering(call, fields, "m")

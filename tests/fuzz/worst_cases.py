@@ -29,7 +29,7 @@ from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import SLOW_MASK_S, GrammarLimitError, GrammarMasks, GrammarStateError, MaskRow
 from pdserve.models.loading.catalog import locate_model
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Prefilled, Submit, ToFrontendBatch
@@ -348,8 +348,11 @@ def schedule_samples(case: Case) -> float:
     return max(costs_s)
 
 
-SAMPLES = st.fixed_dictionaries(
-    {"tokens": st.integers(1, 200_000), "samples": st.integers(1, 16), "new_tokens": st.integers(1, 2)}
+SAMPLES = st.one_of(
+    [
+        st.fixed_dictionaries({"tokens": st.integers(1, most), "samples": samples, "new_tokens": st.integers(1, 2)})
+        for most, samples in ((200_000, st.integers(1, 16)), (1_048_000, st.integers(1, 4)))
+    ]
 )
 
 # -- grammars ------------------------------------------------------------------------------------------------------

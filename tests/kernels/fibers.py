@@ -41,6 +41,14 @@ _PTX = {
 """: "both = __byte_perm(values, 0, FIRST ? 0x3424 : 0x1404);",
     """    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(both) : "r"(0x7b807b80u), "r"(0x80008000u));
 """: "both = fma_pairs(both, 0x7b807b80u, 0x80008000u);",
+    """        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }"
+            : "=r"(both) : "r"(two));
+""": "both = __byte_perm(two, 0, 0x1010);",
+    """        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }"
+            : "=r"(both) : "r"(two));
+""": "both = __byte_perm(two, 0, 0x3232);",
+    """    asm("fma.rn." ELEMENT "x2 %0, %0, %1, %2;" : "+r"(both) : "r"(scale), "r"(0x80008000u));
+""": "both = fma_pairs(both, scale, 0x80008000u);",
     """    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(bytes));
 """: "",
     'asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");': "",

@@ -14,22 +14,22 @@ from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.models.layers.batch import ForwardBatch
 from pdserve.models.layers.latent_rows import new_token_rows
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers
 from pdserve.scheduler.decode.memory.page_lending import Loan
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.messages.ranks import CopyPage, OpenHot, ResizeHot
 
 
-def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, commands: CommandLog, prefixes: PrefixCache) -> None:
+def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, holds: Holds, prefixes: PrefixCache) -> None:
     assert request.grant is not None
     OpenHot(1, buffer.slot, tuple(buffer.pages), tuple(request.pages), 3, buffer.capacity)
     OpenHot(1, buffer.slot, tuple(request.pages), tuple(buffer.pages), 3, buffer.capacity)  # type: ignore[arg-type]
     ResizeHot(buffer.pages[0], tuple(buffer.pages), 8)  # type: ignore[arg-type]
     ResizeHot(buffer.slot, tuple(request.pages), 8)  # type: ignore[arg-type]
     CopyPage(1, request.pages[0], buffer.pages[0])  # type: ignore[arg-type]
-    commands.release(request.grant)
-    commands.release(buffer.grant)  # type: ignore[arg-type]
+    holds.release(request.grant)
+    holds.release(buffer.grant)  # type: ignore[arg-type]
     hot.pages.release(buffer.grant)
     hot.pages.release(request.grant)  # type: ignore[arg-type]
     hot.pages.grant("a", 1, shared=request.pages)  # type: ignore[arg-type]
@@ -37,14 +37,14 @@ def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, commands: Comma
     request.pages.append(7)  # type: ignore[arg-type]
 
 
-def lender(buffer: HotBuffer, loan: Loan, overlay: PoolOverlay, commands: CommandLog, hot: HotBuffers) -> None:
+def lender(buffer: HotBuffer, loan: Loan, overlay: PoolOverlay, holds: Holds, hot: HotBuffers) -> None:
     buffer.pages += overlay.hot_pages_under(loan.grant.pages)
     buffer.pages += loan.grant.pages  # type: ignore[arg-type]
     overlay.hot_pages_under(loan.hot_pages)  # type: ignore[arg-type]
     overlay.local_pages(loan.hot_pages, overlay)
     overlay.local_pages(loan.grant.pages, overlay)  # type: ignore[arg-type]
     buffer.pages += overlay.local_pages(loan.hot_pages, overlay)  # type: ignore[arg-type]
-    commands.release(loan.grant)
+    holds.release(loan.grant)
     hot.pages.release(loan.grant)  # type: ignore[arg-type]
 
 

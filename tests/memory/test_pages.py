@@ -14,7 +14,7 @@ PAGE_SIZE = 2
 
 @pytest.fixture(autouse=True)
 def _three_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.memory.free_pages.MANY", 3)
+    monkeypatch.setattr("pdserve.memory.pages.MANY", 3)
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 import tests.cluster.servers as servers_module
-from tests.checkpoints import load_reference, make_checkpoint, reference_greedy
+from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, REPOSITORY, Cluster, Server, body, cluster, wait_until
 
 BASE = os.environ.get("PDSERVE_UPGRADE", "")
@@ -130,10 +130,13 @@ class Versions(NamedTuple):
         return server.start()
 
 
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "deepseek_v32"])
+def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
     directory = tmp_path_factory.mktemp("upgrade")
-    model = make_checkpoint(directory / "model", "llama", max_position_embeddings=512)
+    if request.param == "deepseek_v32":
+        model = make_dsa_checkpoint(directory / "model", max_position_embeddings=512)
+    else:
+        model = make_checkpoint(directory / "model", request.param, max_position_embeddings=512)
     reference = load_reference(model)
     expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
     base = find_base()

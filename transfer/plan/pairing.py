@@ -35,9 +35,13 @@ def check_pair(hello: Hello, welcome: Welcome) -> str | None:
     )
 
 
+def share_gpu(ours: Sequence[Rank], theirs: Sequence[Rank]) -> bool:
+    return bool({rank.gpu for rank in ours} & {rank.gpu for rank in theirs} - {""})
+
+
 def share_device(ours: Sequence[Rank], theirs: Sequence[Rank]) -> bool:
     """Whether two servers compute on one GPU, or on the CPU of one machine with more threads than it has cores."""
-    if {rank.gpu for rank in ours} & {rank.gpu for rank in theirs} - {""}:
+    if share_gpu(ours, theirs):
         return True
     for machine in {rank.machine for rank in ours} & {rank.machine for rank in theirs}:
         ranks = [rank for rank in (*ours, *theirs) if rank.machine == machine]

@@ -1,4 +1,5 @@
-// Linear layers with few rows of x: int4_linear.cu, fp8_linear.cu, plain_linear.cu, token_experts.cu.
+// Linear layers with few rows of x: int4_linear.cu, nvfp4_linear.cu, fp8_linear.cu, plain_linear.cu,
+// token_experts.cu.
 //
 // A thread block processes tiles of weight rows (products.cuh) one after another. Its warps divide the steps of a tile.
 // Each warp prefetches several steps, also those of later tiles, into its own ring in shared memory. Weights are copied
@@ -95,6 +96,7 @@ __device__ __forceinline__ void multiply_tiles(
             }
             place = place + Weights::kStageBytes == kRingBytes ? 0 : place + Weights::kStageBytes;
         }
+        finish(weights, sums, inputs);
 #pragma unroll
         for (int output = 0; output < OUTPUT_TILES; ++output)
 #pragma unroll

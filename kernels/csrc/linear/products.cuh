@@ -8,7 +8,7 @@
 // GATED, 1 if the lower 8 weight rows of a product belong to the gate and the upper 8 to up; HALF, 1 for float16, 0 for
 // bfloat16.
 //
-// A format (plain_format.cuh, fp8_format.cuh, packed4/*format.cuh) is a struct with these members:
+// A format (plain_format.cuh, fp8_format.cuh, packed4/*format.cuh, nvfp4/nvfp4_format.cuh) is a struct with these members:
 //     kStageBytes                                   bytes of a step in the ring of a warp
 //     steps                                         number of steps of a row
 //     Source; source(shape, number, lane)           the addresses of a thread's weights in tile `number`;
@@ -20,7 +20,8 @@
 //     add(sums, stage, x, lane)                     adds the products of a step
 //
 // A step takes few instructions: what depends only on the tile, and all divisions, are computed in `source` and
-// `inputs`. If a format has a function `prepare(weights, shape, rows)`, each block calls it once, when x is available.
+// `inputs`. If a format has a function `prepare(weights, shape, rows)`, each block calls it once, when x is available. If
+// it has a function `finish(weights, sums, inputs)`, each thread calls it at the end of a tile.
 
 #pragma once
 
@@ -135,6 +136,10 @@ struct WeightRows {
 // For formats that need no preparation; byte_format.cuh has an overload.
 template <class Weights>
 __device__ __forceinline__ void prepare(const Weights&, const Shape&, int) {}
+
+// For formats whose sums are complete; nvfp4_format.cuh has an overload.
+template <class Weights>
+__device__ __forceinline__ void finish(const Weights&, Sums&, const typename Weights::Inputs&) {}
 
 // The addresses of weights and scales, for formats with the members `matrix_bytes` and `matrix_scales`.
 template <typename Scale>

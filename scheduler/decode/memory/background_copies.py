@@ -45,16 +45,13 @@ class BackgroundCopies:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._in_flight: dict[int, Copy] = {}
+        self.in_flight: dict[int, Copy] = {}
         self._of_owner: dict[CopyOwner, Copy] = {}
-
-    def __len__(self) -> int:
-        return len(self._in_flight)
 
     @property
     def hold_pages(self) -> bool:
         """Whether pages are released when one of the copies ends."""
-        return any(copy.grant.users == 1 for copy in self._in_flight.values())
+        return any(copy.grant.users == 1 for copy in self.in_flight.values())
 
     def begin(
         self, kind: CopyKind, owner: CopyOwner, grant: PageGrant[KvPage], buffer: HotBuffer | None = None
@@ -62,7 +59,7 @@ class BackgroundCopies:
         """Add a copy, which has a hold of the grant and of the buffer."""
         assert owner not in self._of_owner, f"a copy for {owner} is in flight already"
         copy = Copy(next(self._numbers), kind, owner, grant, buffer)
-        self._in_flight[copy.number] = self._of_owner[owner] = copy
+        self.in_flight[copy.number] = self._of_owner[owner] = copy
         return copy
 
     def of(self, owner: CopyOwner) -> Copy | None:
@@ -76,6 +73,6 @@ class BackgroundCopies:
 
     def end(self, number: int) -> Copy:
         """All ranks have made this copy."""
-        copy = self._in_flight.pop(number)
+        copy = self.in_flight.pop(number)
         del self._of_owner[copy.owner]
         return copy

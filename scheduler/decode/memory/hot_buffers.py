@@ -14,7 +14,7 @@ pages (page_lending.py), which new prompts reclaim; the rest of the hot pool, wh
 are never borrowed.
 
 A prompt has a fully resident buffer from the start, in pages of the hot pool, if this server computes it or if prefill
-writes its rows to the GPU (dispatch/kv_path.py). This buffer is not shrunk until the prompt is computed, or until its
+writes its rows to the GPU (placement/kv_path.py). This buffer is not shrunk until the prompt is computed, or until its
 rows have arrived and are in host memory too. After the prompt is computed or received, a request inherits the buffer.
 
 Ranks access hot pages in the order of their commands, so a released hot page can be reused by a later command at once.
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, KvPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, pages_for
-from .command_log import CommandLog
+from .holds import Holds
 from .page_lending import Loan, PageLending
 
 HotOwner = str | int
@@ -108,14 +108,14 @@ class HotBuffer:
 class HotBuffers:
     """All hot buffers of a decode server."""
 
-    def __init__(self, limits: HotLimits, kv_pages: PageAllocator[KvPage], commands: CommandLog) -> None:
+    def __init__(self, limits: HotLimits, kv_pages: PageAllocator[KvPage], holds: Holds) -> None:
         """Buffers borrow from the free `kv_pages`."""
         self.limits = limits
-        self._commands = commands
+        self._holds = holds
         self._released_at = 0
         """The last command that may access a hot page that is free now."""
         self.pages = PageAllocator[HotPage](limits.num_pages, limits.overlay.covered)
-        self.lending = PageLending(kv_pages, limits.overlay, commands)
+        self.lending = PageLending(kv_pages, limits.overlay, holds)
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[HotOwner, HotBuffer] = {}
         self._copied_last: list[HotBuffer] = []
@@ -148,7 +148,7 @@ class HotBuffers:
     @property
     def settled(self) -> bool:
         """Whether no command in flight accesses a free page of the hot pool."""
-        return self._commands.is_done(self._released_at)
+        return self._holds.is_done(self._released_at)
 
     def announced(self, pages: Sequence[HotPage]) -> tuple[int, ...]:
         """Convert ids of hot pages to those that are sent to prefill servers, where the hot pool starts at 0."""
@@ -297,7 +297,7 @@ class HotBuffers:
 
     def _note_release(self) -> None:
         """Steps in flight may access the pages that are released now."""
-        self._released_at = self._commands.issued
+        self._released_at = self._holds.issued
 
     def of(self, owner: HotOwner) -> HotBuffer:
         return self._buffers[owner]

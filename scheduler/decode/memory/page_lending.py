@@ -5,7 +5,7 @@ With HiSparse, a KV page has memory on the GPU for its index keys. While the pag
 Pages are lent in units (memory/hisparse/shared_pool.py), each unit to one hot buffer. A buffer returns all that it has
 borrowed at once, when it becomes evicting or is closed. A lent unit can be used at once: as hot pages, it is accessed
 only by the ranks, in the order of their commands. A returned unit is free only when the commands sent so far are done
-(command_log.py): as KV pages, it is written by prefill servers, without regard to that order.
+(holds.py): as KV pages, it is written by prefill servers, without regard to that order.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import dataclasses
 from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, KvPage
 from ....memory.pages import PageAllocator, PageGrant, pages_for
-from .command_log import CommandLog
+from .holds import Holds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Loan:
 class PageLending:
     """Lends free pages, except for reserved ones and for twice the `margin`."""
 
-    def __init__(self, pages: PageAllocator[KvPage], overlay: PoolOverlay, commands: CommandLog) -> None:
+    def __init__(self, pages: PageAllocator[KvPage], overlay: PoolOverlay, holds: Holds) -> None:
         self._pages = pages
         self._overlay = overlay
-        self._commands = commands
+        self._holds = holds
         if overlay.count:
             pages.divide(overlay.kv_pages)
         self.allowed = True
@@ -61,4 +61,4 @@ class PageLending:
     def give_back(self, loan: Loan) -> None:
         """Take a loan back. The caller tells the ranks, before any other command, to stop using its hot pages."""
         self.borrowed -= len(loan.grant.pages)
-        self._commands.release(loan.grant)
+        self._holds.release(loan.grant)

@@ -5,6 +5,7 @@ them: the `Prompt` goes through the queue and to prefill, and its members have t
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,19 +13,28 @@ import msgspec
 
 from ....common.sampling import LogprobParams, SamplingParams, TokenLogprob
 from ....memory.index_spaces import HotPage, KvPage, RequestSlot
+from ....memory.page_hashes import unpack_hashes
 from ....memory.pages import PageGrant
 from ....memory.prefix_cache import InsertedPrefix
 from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
 from ...chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
-from ...messages.frontend import FinishReason
+from ...messages.frontend import FinishReason, Submit
 from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
 from ...messages.step import Draw
 from ...store.kv_store import BlockChain
-from .dispatch_window import PromptKind
 
 _IN_PREFILL = (State.PREFILLING, State.VERIFYING, State.LOADING, State.COMPUTING)
 _BEFORE_ARRIVAL = (State.COMPILING, State.QUEUED, *_IN_PREFILL)
 _RETRACTED = (State.SAVING, State.SAVED, State.RESTORING)
+
+
+class PromptKind(NamedTuple):
+    """What a dispatch window depends on: the priority and the size of a prompt, which has less than 2 ** `bits` tokens
+    to compute.
+    """
+
+    priority: int
+    bits: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -42,10 +52,12 @@ class Attempt:
     """Tokens that prefill has to compute and whose KV has not arrived; they count in its dispatch window."""
     expected_s: float = 0.0
     """When it was sent: the expected time until its KV is here; 0 if nothing was known."""
-    written: bool = False
-    """Prefill has written everything (PrefillDone) and is not needed any more. Decode ranks may still scatter or verify
-    the KV.
+    done: PrefillDone | None = None
+    """Prefill has written everything and is not needed any more. Decode ranks may still scatter or verify the KV, or
+    copy the cached prefix into the hot buffer.
     """
+    verified: bool = False
+    """All ranks have compared the KV with what was sent (`verify_kv`)."""
     begun: bool = False
     """Prefill computes it, or has computed part of it."""
     chunks: list[ChunkArrived] = dataclasses.field(default_factory=list)
@@ -58,17 +70,6 @@ class Attempt:
     given_up: bool = False
     unseen_tokens: int = 0
     """How many of the `prefix_tokens` were not in the prefix cache: they are behind the sliding window."""
-    held: PrefillDone | None = None
-    """Set if all KV has arrived while the cached prefix is still being copied into the hot buffer."""
-
-    def tokens_arrived(self) -> int:
-        """Tokens that have arrived without a gap, from the start."""
-        end = self.prefix_tokens
-        for chunk in sorted(self.chunks, key=lambda chunk: chunk.token_start):
-            if chunk.token_start > end:
-                break
-            end = max(end, chunk.token_end)
-        return end
 
 
 class LocalPrompt:
@@ -80,7 +81,7 @@ class LocalPrompt:
         self.cached = self.scheduled = self.computed = cached
         """Tokens [0, scheduled) are computed or in a step in flight, tokens [0, computed) are computed."""
         self.started_at = now
-        self.kind = PromptKind.of(prompt.priority, prompt.tokens)
+        self.kind = prompt.kind()
         self.compute_s = 0.0
         """Time of the steps that it was in."""
         self.input_logprobs: list[TokenLogprob] = []
@@ -139,7 +140,7 @@ class Prompt:
         token_ids: tuple[int, ...],
         *,
         endpoint: str | None = None,
-        room: int | None = None,
+        bootstrap_room: int | None = None,
         priority: int = 0,
         slo_ttft_s: float | None = None,
         output_tokens: int = 0,
@@ -153,7 +154,7 @@ class Prompt:
         self.cached_at: dict[InstanceId, tuple[int, int]] = {}
         """By prefill server: the version of its `PeerCache`, and the tokens of this prompt that it had cached then."""
         self.endpoint = endpoint
-        self.room = room
+        self.bootstrap_room = bootstrap_room
         self.priority = priority
         self.slo_ttft_s = slo_ttft_s
         """The request's own limit on the time to its first token."""
@@ -193,8 +194,6 @@ class Prompt:
         """
         self.busy_s_when_queued = 0.0
         """`QueuePace.busy_s` when it was queued."""
-        self.overtaken = 0
-        """How many later prompts were dispatched while this one waited for memory."""
         self.last_problem: str | None = None
         """Why the previous attempt ended; part of the error if there is no further attempt."""
         self.inserted = InsertedPrefix()
@@ -203,6 +202,20 @@ class Prompt:
     @property
     def tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def most_cached(self) -> int:
+        """Most tokens that may come from the cache if this server computes it. The last one is always computed, because
+        its logits give the first output token. A log-probability of a prompt token needs the logits before it.
+        """
+        logprobs = self.waiting[0].logprobs
+        if logprobs is not None and logprobs.start is not None and not self.output_tokens:
+            return min(self.tokens - 1, max(0, logprobs.start - 1))
+        return self.tokens - 1
+
+    def kind(self, cached: int = 0) -> PromptKind:
+        """For the dispatch window of a server that has `cached` tokens of it."""
+        return PromptKind(self.priority, (len(self.token_ids) - cached).bit_length())
 
     @property
     def first_sampling(self) -> SamplingParams:
@@ -235,7 +248,7 @@ class Prompt:
         return [request for request in self.members if request.prompt is self and request.state in _BEFORE_ARRIVAL]
 
 
-class Request:
+class Request(Lifecycle[State]):
     """One sequence. `grant` is set while it has pages: from PREFILLING, LOADING or COMPUTING on, until it is SAVING."""
 
     def __init__(
@@ -250,6 +263,8 @@ class Request:
         logprobs: LogprobParams | None = None,
         slo_itl_s: float | None = None,
     ) -> None:
+        first = State.QUEUED if sampling.grammar is None else State.COMPILING
+        super().__init__(DECODE_TRANSITIONS, first, now)
         self.rid = rid
         self.sample = sample
         """Its index among the samples of its prompt."""
@@ -266,8 +281,6 @@ class Request:
         self.slo_itl_s = slo_itl_s
         """Its own limit on the time between its tokens."""
         self.deadline = deadline
-        first = State.QUEUED if sampling.grammar is None else State.COMPILING
-        self.lifecycle = Lifecycle(DECODE_TRANSITIONS, first, now)
         self.grant: PageGrant[KvPage] | None = None
         self.done: PrefillDone | None = None
         self.kv_path = ""
@@ -287,11 +300,13 @@ class Request:
         self.grammar_state: int | None = None
         """The number of its grammar's state on that rank, since it joined the batch."""
         self.slow_masks = False
-        """Its masks are computed beside the steps (run_queue.py)."""
+        """Its masks are computed beside the steps (rooms/batch.py)."""
         self.masked_output = -1
         """The index of the latest output token whose mask was computed so."""
         self.last_step = 0
         """The `command_id` of its latest step."""
+        self.hot_slot: RequestSlot | None = None
+        """The slot of its hot buffer (HiSparse)."""
         self.saved_pages = 0
         """Pages of its KV in host memory, while it is SAVING or SAVED."""
         self._inserted: tuple[PageGrant[KvPage] | None, InsertedPrefix] = (None, InsertedPrefix())
@@ -299,10 +314,6 @@ class Request:
         """When its KV arrived for the first time: the seconds in COMPILING and QUEUED, the seconds in the
         states of prefill, and `prefill_wait_s` up to then.
         """
-
-    @property
-    def state(self) -> State:
-        return self.lifecycle.state
 
     @property
     def pages(self) -> list[KvPage]:
@@ -357,6 +368,21 @@ class Request:
         """Whether the tokens in flight leave it below its `max_new_tokens`."""
         return len(self.output_ids) + self.in_flight < self.sampling.max_new_tokens
 
+    def recompute(self, prompt_id: int, now: float) -> None:
+        """Its KV was dropped: it needs a prompt again, of which its output so far is a part."""
+        old = self.prompt
+        self.prompt = Prompt(
+            prompt_id,
+            (*self.prompt_ids, *self.output_ids),
+            endpoint=old.endpoint,
+            priority=self.priority,
+            output_tokens=len(self.output_ids),
+            page_hashes=old.page_hashes,
+            now=now,
+        )
+        self.prompt.traceparent = old.traceparent
+        self.prompt.members.append(self)
+
     def received(self, done: PrefillDone, now: float) -> None:
         """Its KV has arrived: for the first time or, after a retraction, computed again."""
         if self.done is None:
@@ -364,9 +390,8 @@ class Request:
             self._before_first_arrival = self._spent_before_arrival(now)
 
     def _spent_before_arrival(self, now: float) -> tuple[float, float, float]:
-        spent = self.lifecycle.spent
-        prefilling = sum(spent(state, now) for state in _IN_PREFILL)
-        return spent(State.COMPILING, now) + spent(State.QUEUED, now), prefilling, self.prefill_wait_s
+        queued = self.spent(State.COMPILING, State.QUEUED, now=now)
+        return queued, self.spent(*_IN_PREFILL, now=now), self.prefill_wait_s
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest output token ends the request; None if it does not."""
@@ -387,7 +412,6 @@ class Request:
         report itself: messages, polling, and failed attempts. `retracted` is the time without KV, until it was copied
         back or computed again.
         """
-        spent = self.lifecycle.spent
         total = self._spent_before_arrival(now)
         queued, prefilling, waited = self._before_first_arrival or total
         remote = (self.done.queue_s, self.done.compute_s, self.done.transfer_tail_s) if self.done else (0.0, 0.0, 0.0)
@@ -397,7 +421,40 @@ class Request:
             "prefill": remote[1],
             "transfer": remote[2],
             "control": max(0.0, prefilling - sum(remote)),
-            "admit": spent(State.ARRIVED, now) + spent(State.OPENING, now) + spent(State.READY, now),
-            "retracted": sum(spent(state, now) for state in _RETRACTED) + (total[0] - queued) + (total[1] - prefilling),
-            "decode": spent(State.RUNNING, now),
+            "admit": self.spent(State.ARRIVED, State.OPENING, State.READY, now=now),
+            "retracted": self.spent(*_RETRACTED, now=now) + (total[0] - queued) + (total[1] - prefilling),
+            "decode": self.spent(State.RUNNING, now=now),
         }
+
+
+def requests_of(submit: Submit, prompt_id: int, longest_s: float, now: float) -> list[Request]:
+    """A new prompt, and a request for each of its samples, which take `longest_s` at most."""
+    prompt = Prompt(
+        prompt_id,
+        submit.prompt_ids,
+        endpoint=submit.endpoint,
+        bootstrap_room=submit.room,
+        priority=submit.priority,
+        slo_ttft_s=_seconds(submit.slo_ttft_ms),
+        page_hashes={size: unpack_hashes(packed) for size, packed in submit.page_hashes.items()},
+        now=now,
+    )
+    prompt.traceparent = submit.traceparent
+    prompt.members += [
+        Request(
+            rid,
+            prompt,
+            msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index),
+            deadline=now + min(submit.timeout_s or math.inf, longest_s),
+            now=now,
+            sample=index,
+            logprobs=submit.logprobs,
+            slo_itl_s=_seconds(submit.slo_itl_ms),
+        )
+        for index, rid in enumerate((submit.rid, *submit.more_rids))
+    ]
+    return prompt.members
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return milliseconds / 1000 if milliseconds is not None else None

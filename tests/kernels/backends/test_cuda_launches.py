@@ -24,6 +24,7 @@ from pdserve.kernels.moe.experts import grouped_experts
 from pdserve.kernels.moe.router import norm_route_cuda
 from pdserve.kernels.moe.router.routing import route_reference, select_and_route
 from pdserve.kernels.moe.router.selection import SelectionRule
+from pdserve.kernels.nvfp4.nvfp4 import Nvfp4Matrix, nvfp4_linear
 from pdserve.kernels.packed4.group_format import GroupScaled
 from pdserve.kernels.packed4.int4_linear_cuda import launch_int4_linear_cuda
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
@@ -125,6 +126,28 @@ def test_int4_launches_match_their_kernel(rows: int, outputs: int, group: int, m
         bias = torch.zeros(outputs, dtype=torch.bfloat16, device=DEVICE)
         launch_int4_linear_cuda(x, weight, bias, out, gated=True)
     assert launched == ["int4_linear"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "outputs", "columns"),
+    [
+        (1, torch.bfloat16, 24_576, 256),
+        (4, torch.float16, 4096, 208),
+        (9, torch.float16, 64, 384),
+        (32, torch.bfloat16, 4096, 208),
+    ],
+)
+def test_nvfp4_launch_matches_its_kernel(
+    rows: int, dtype: torch.dtype, outputs: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = recorded(monkeypatch)
+    hopper(monkeypatch)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        weight = Nvfp4Matrix.allocate(outputs, columns, device=DEVICE)
+        x, bias = (torch.zeros(*shape, dtype=dtype, device=DEVICE) for shape in ((rows, columns), (outputs,)))
+        nvfp4_linear(x, weight, bias, gated=True)
+    assert launched == ["nvfp4_linear"]
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -292,6 +315,7 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
         "linear": ("float_at_once", "fp8_at_once", "fp8_linear", "gemv", "plain_linear"),
         "mla": ("dense_mla",),
         "moe": ("expert_tiles", "norm_route", "select_route"),
+        "nvfp4": ("nvfp4_linear",),
         "packed4": ("int4_linear",),
         "sampling": ("keep_top_p",),
     }

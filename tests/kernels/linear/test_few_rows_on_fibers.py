@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +10,18 @@ import torch
 from pdserve.kernels.backends import few_rows_cuda
 from pdserve.kernels.backends.few_rows_cuda import Tiles
 from pdserve.kernels.linear import fp8_linear, linear
-from pdserve.kernels.linear.fp8_format import Fp8Matrix, Weight
+from pdserve.kernels.linear.fp8_format import Fp8Matrix
 from pdserve.kernels.linear.swiglu import swiglu_reference
 from pdserve.kernels.moe.experts import experts_reference
 from pdserve.kernels.moe.token_experts_cuda import launch_token_experts
+from pdserve.kernels.nvfp4 import nvfp4
+from pdserve.kernels.nvfp4.nvfp4 import Nvfp4Matrix
 from pdserve.kernels.packed4.group_format import GroupScaled
 from pdserve.kernels.packed4.int4_linear_cuda import launch_int4_linear_cuda
 from tests.kernels.fibers import COMPILER, FiberKernels
 from tests.kernels.fp8_matrices import draw_block_scaled, draw_row_scaled
 from tests.kernels.group_scaled import draw_group_scaled, draw_packed_experts
+from tests.kernels.nvfp4_weights import draw_nvfp4
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 BF16 = torch.bfloat16
@@ -42,7 +46,7 @@ def use_fibers(monkeypatch: pytest.MonkeyPatch, kernels: FiberKernels) -> None:
     monkeypatch.setattr(few_rows_cuda, "shared_memory", lambda _: 99 << 10)
 
 
-def draw(kind: str, *shape: int) -> Weight:
+def draw(kind: str, *shape: int) -> Any:
     generator = torch.Generator().manual_seed(sum(shape))
     match kind:
         case "plain":
@@ -54,17 +58,21 @@ def draw(kind: str, *shape: int) -> Weight:
             return blocks
         case "fp8 by row":
             return draw_row_scaled(*shape, generator=generator)
+        case "nvfp4":
+            return draw_nvfp4(*shape, generator=generator)
     drawn = draw_group_scaled if len(shape) == 2 else draw_packed_experts
     group = int(kind.rpartition(" ")[2])
     return drawn(*shape, generator=generator, group=group, dtype=BF16, device=torch.device("cpu"))
 
 
 def launch(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, *, gated: bool, tiles: Tiles | None = None
+    x: torch.Tensor, weight: Any, bias: torch.Tensor | None, *, gated: bool, tiles: Tiles | None = None
 ) -> torch.Tensor:
     out = x.new_empty(len(x), weight.shape[0] // (2 if gated else 1))
     if isinstance(weight, GroupScaled):
         launch_int4_linear_cuda(x, weight, bias, out, gated=gated, tiles=tiles)
+    elif isinstance(weight, Nvfp4Matrix):
+        nvfp4._launch_cuda(x, weight, bias, out, gated=gated, tiles=tiles)
     elif isinstance(weight, Fp8Matrix):
         fp8_linear._launch_cuda(x, weight, bias, out, gated=gated)
     else:
@@ -73,7 +81,7 @@ def launch(
     return out
 
 
-def products(x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> torch.Tensor:
+def products(x: torch.Tensor, weight: Any, bias: torch.Tensor) -> torch.Tensor:
     matrix = weight if isinstance(weight, torch.Tensor) else weight.expanded()
     return x.double() @ matrix.double().T + bias.double()
 
@@ -90,6 +98,8 @@ def products(x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> torch.Tenso
         ("int4 of 32", 4, 320, False),
         ("int4 of 128", 6, 384, True),  # x in its dtype
         ("int4 of 32", 11, 64, False),  # two row tiles
+        ("nvfp4", 1, 512, False),
+        ("nvfp4", 11, 336, True),  # steps of 128 columns, the last partial
     ],
 )
 def test_products(kind: str, rows: int, columns: int, *, gated: bool) -> None:
@@ -159,6 +169,7 @@ def test_tiles_of_all_sizes_agree() -> None:
     [
         ("plain", ("step * (kColumns * 2)", "step * kColumns")),
         ("int4 of 64", ("above[i] = numbers[i] + 128;", "above[i] = numbers[i];")),
+        ("nvfp4", ("word << 2 & 0x80c080c0u", "word << 2 & 0x80808080u")),
         ("int4 of 64", ("if (!exists) return;", "")),  # writes the last part of x again, with another scale
     ],
 )

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl, launcher
-from pdserve.kernels.nvfp4.nvfp4 import FEW_ROWS, Nvfp4Matrix, nvfp4_experts, nvfp4_linear
+from pdserve.kernels.backends.few_rows_cuda import Tiles
+from pdserve.kernels.nvfp4.nvfp4 import CUDA_ROWS, Nvfp4Matrix, nvfp4_linear, suits_cuda
+from pdserve.kernels.nvfp4.nvfp4_experts import Nvfp4Experts, nvfp4_experts
 from pdserve.kernels.packed4.group_format import E2M1
 from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.nvfp4_weights import draw_nvfp4, draw_nvfp4_experts
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 from tests.kernels.triton_programs import run_program
@@ -22,64 +25,90 @@ Place = tuple[Impl, torch.device, torch.dtype]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-6}
 
 
-def draw(rows: int, columns: int, generator: torch.Generator) -> Nvfp4Matrix:
-    """Scales of all sizes, also subnormal ones, in which one misplaced changes the result."""
-    weight = Nvfp4Matrix.allocate(rows, columns, device=torch.device("cpu"))
-    values = torch.randint(16, (rows, columns), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(1, 0x50, (rows, columns // 16), generator=generator, dtype=torch.uint8)
-    factors = torch.rand(rows, generator=generator) / columns**0.5
-    weight.fill(values, scales.view(torch.float8_e4m3fn), factors)
-    return weight
-
-
-def draw_experts(count: int, rows: int, columns: int, generator: torch.Generator) -> Nvfp4Matrix:
-    each = [draw(rows, columns, generator) for _ in range(count)]
-    scales = torch.stack([one.scales.view(torch.uint8) for one in each]).view(torch.float8_e4m3fn)
-    packed, factors = torch.stack([one.packed for one in each]), torch.stack([one.factors for one in each])
-    return Nvfp4Matrix(packed, scales, factors, columns)
-
-
-def moved(weight: Nvfp4Matrix, device: torch.device) -> Nvfp4Matrix:
-    return Nvfp4Matrix(weight.packed.to(device), weight.scales.to(device), weight.factors.to(device), weight.columns)
-
-
-def test_values_are_where_the_format_says() -> None:
+@pytest.mark.parametrize("columns", [192, 512])
+@pytest.mark.parametrize("kind", [Nvfp4Matrix, Nvfp4Experts])
+def test_matrices_hold_what_they_were_filled_with(kind: type[Nvfp4Matrix | Nvfp4Experts], columns: int) -> None:
+    """Also negative scales, and scales of 0."""
     generator = torch.Generator().manual_seed(2)
-    weight = Nvfp4Matrix.allocate(3, 192, device=torch.device("cpu"))
-    values = torch.randint(16, (3, 192), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(3, 12, generator=generator).to(torch.float8_e4m3fn)
+    weight = kind.allocate(3, columns, device=torch.device("cpu"))
+    values = torch.randint(16, (3, columns), generator=generator, dtype=torch.uint8)
+    scales = torch.randn(3, columns // 16, generator=generator).to(torch.float8_e4m3fn)
+    scales[1, 3] = 0
     weight.fill(values, scales, torch.tensor(0.5))
-    expected = [[E2M1[int(values[i, j])] * float(scales[i, j // 16]) / 2 for j in range(192)] for i in range(3)]
+    expected = [[E2M1[int(values[i, j])] * float(scales[i, j // 16]) / 2 for j in range(columns)] for i in range(3)]
     assert weight.expanded().equal(torch.tensor(expected))
     assert weight[1:3].expanded().equal(torch.tensor(expected[1:3]))
-    assert (weight.shape, weight.nbytes) == ((3, 192), 3 * (128 + 16 + 4))
+    padded = -(-columns // 128) * 128
+    assert (weight.shape, weight.nbytes) == ((3, columns), 3 * (padded // 2 + padded // 16 + 4))
+
+
+def test_bits_are_where_the_format_says() -> None:
+    """The values of columns 48 to 55, group 3, and of columns 72 to 79, group 4; the scale of group 9."""
+    weight = Nvfp4Matrix.allocate(1, 256, device=torch.device("cpu"))
+    values = torch.zeros(1, 256, dtype=torch.uint8)
+    values[0, 48:50] = torch.tensor([0b1101, 0b0010])  # in the first pair of a word
+    values[0, 72 + 4 : 72 + 6] = torch.tensor([0b1000, 0b0111])  # in the third pair
+    scales = torch.ones(1, 16)
+    scales[0, 9] = 1.5
+    weight.fill(values, scales.to(torch.float8_e4m3fn), 1.0)
+    words = weight.packed.view(torch.int32)[0].tolist()
+    found = {place: word & 0xFFFFFFFF for place, word in enumerate(words) if word}
+    assert found == {12: 0x0080_8140, 3: 1 << 19 | 7 << 26}
+    assert weight.scales.tolist() == [[[0xA8] * 6 + [0xAC] + [0xA8] * 9]]
 
 
 @pytest.mark.parametrize(
-    ("rows", "out_size", "in_size", "biased"), [(1, 96, 512, False), (5, 40, 192, True), (33, 192, 256, False)]
+    ("rows", "out_size", "in_size", "biased"),
+    [(1, 96, 512, False), (5, 40, 192, True), (33, 192, 256, False), (3, 112, 208, True)],
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_equal_float64(here: Place, rows: int, out_size: int, in_size: int, biased: bool, gated: bool) -> None:
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(rows)
-    weight = moved(draw(out_size, in_size, generator), device)
+    weight = draw_nvfp4(out_size, in_size, generator=generator, device=device)
     x = torch.randn(rows, in_size, generator=generator).to(device, dtype)
     bias = torch.randn(out_size, generator=generator).to(device, dtype) if biased else None
+    on_cuda = impl == "triton" and suits_cuda(x, weight)
+    assert on_cuda == (impl == "triton" and device.type == "cuda" and out_size % 16 == 0)
+    expected = product(x, weight, bias, gated=gated)
+    for tiles in (None, *((Tiles(outputs=32, warps=4, stages=3), Tiles(outputs=16)) if on_cuda else ())):
+        with poisoned(impl):
+            found = nvfp4_linear(x, weight, bias, gated=gated, tiles=tiles, impl=impl)
+        limit = TOLERANCES[dtype]
+        torch.testing.assert_close(found.double(), expected, rtol=limit, atol=limit * float(expected.abs().max()))
+
+
+def product(x: torch.Tensor, weight: Nvfp4Matrix, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
     expected = x.double() @ weight.expanded().double().T + (0 if bias is None else bias.double())
     if gated:
         gate, up = expected.chunk(2, dim=1)
         expected = gate * gate.sigmoid() * up
-    with poisoned(impl):
-        found = nvfp4_linear(x, weight, bias, gated=gated, impl=impl)
-    limit = TOLERANCES[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=limit, atol=limit * float(expected.abs().max()))
+    return expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288)])
+def test_layers_of_qwen3_8b(out_size: int, in_size: int, dtype: torch.dtype) -> None:
+    """Both methods, with and without bias."""
+    device, generator = torch.device("cuda"), torch.Generator().manual_seed(in_size)
+    weight = draw_nvfp4(out_size, in_size, generator=generator, device=device)
+    bias = torch.randn(out_size, generator=generator).to(device, dtype)
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        x, gated = torch.randn(rows, in_size, generator=generator).to(device, dtype), out_size == 24_576
+        expected = product(x, weight, bias if rows % 4 else None, gated=gated)
+        for method in ("cuda", "expand"):
+            found = nvfp4_linear(x, weight, bias if rows % 4 else None, gated=gated, method=method)
+            # gate and up are rounded before swiglu, and weights when they are expanded
+            limit = TOLERANCES[dtype] / (2 if gated else 4)
+            assert float((found.double() - expected).norm() / expected.norm()) < limit
 
 
 def test_parts_of_rows_are_multiplied_like_matrices(here: Place) -> None:
     """In a fused matrix, of which a part is used alone."""
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(4)
-    weight = moved(draw(96, 256, generator), device)
+    weight = draw_nvfp4(96, 256, generator=generator, device=device)
     x = torch.randn(2, 256, generator=generator).to(device, dtype)
     whole, part = nvfp4_linear(x, weight, impl=impl), nvfp4_linear(x, weight[32:80], impl=impl)
     torch.testing.assert_close(part, whole[:, 32:80], rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.02)
@@ -89,8 +118,8 @@ def test_parts_of_rows_are_multiplied_like_matrices(here: Place) -> None:
 def test_many_rows_are_multiplied_with_expanded_weights(here: Place, columns: int) -> None:
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(5)
-    weight = moved(draw(72, columns, generator), device)
-    x = torch.randn(FEW_ROWS + 6, columns, generator=generator).to(device, dtype)
+    weight = draw_nvfp4(72, columns, generator=generator, device=device)
+    x = torch.randn(CUDA_ROWS + 6, columns, generator=generator).to(device, dtype)
     expected = x.double() @ weight.expanded().double().T
     with poisoned(impl):
         found = nvfp4_linear(x, weight, impl=impl)
@@ -108,7 +137,7 @@ def test_all_values_and_scales_expand_exactly(dtype: torch.dtype) -> None:
     scales = torch.arange(0x7F, dtype=torch.uint8, device=device).unsqueeze(1).expand(0x7F, 16).contiguous()
     weight.fill(values, scales.view(torch.float8_e4m3fn), 1.0)
     out = torch.empty(0x7F, 256, dtype=dtype, device=device)
-    launcher("nvfp4.nvfp4_triton", "launch_expand")(weight, out)
+    launcher("nvfp4.expand_triton", "launch_expand")(weight, out)
     assert out.float().equal(weight.expanded())
 
 
@@ -117,8 +146,8 @@ def test_experts_equal_float64(here: Place, tokens: int, own: slice) -> None:
     """The last expert has no tokens; with 40, two tiles of an expert."""
     impl, device, dtype = here
     generator, hidden, size = torch.Generator().manual_seed(tokens), 128, 96
-    gate_up = moved(draw_experts(5, 2 * size, hidden, generator), device)
-    down = moved(draw_experts(5, hidden, size, generator), device)
+    gate_up = draw_nvfp4_experts(5, 2 * size, hidden, generator=generator, device=device)
+    down = draw_nvfp4_experts(5, hidden, size, generator=generator, device=device)
     x = torch.randn(tokens, hidden, generator=generator).to(device, dtype)
     weights = torch.rand(tokens, 2, generator=generator).to(device)
     busy = 4 if tokens < 40 else 2
@@ -152,9 +181,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pdserve.kernels.nvfp4.nvfp4_triton import _expand, _nvfp4
+from pdserve.kernels.nvfp4.expand_triton import _expand
+from pdserve.kernels.nvfp4.experts_triton import _experts
 
-TYPES = {"packed_ptr": "*u8", "scales_ptr": "*u8", "factors_ptr": "*fp32", "sums_ptr": "*fp32", "counters_ptr": "*i32"}
+TYPES = {"words_ptr": "*i32", "packed_ptr": "*u8", "scales_ptr": "*u8", "factors_ptr": "*fp32", "sums_ptr": "*fp32"}
+TYPES["counters_ptr"] = "*i32"
 TYPES |= {f"{name}_ptr": "*i32" for name in ("order", "ends", "expert", "first")}
 
 
@@ -165,28 +196,21 @@ def compile_kernel(kernel, dtype, warps, **constants):
             signature[name], values[number,] = "constexpr", constants[name]
             continue
         signature[name] = TYPES.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
-        if name not in ("rows", "splits"):
+        if name != "splits":
             attributes[number,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": warps, "num_stages": 3}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-common = {"WHOLE": True, "PRECISION": "tf32", "OVERLAP": True, "AHEAD": 512, "BIAS": False, "bias_ptr": None}
-linear = {"GROUPED": False, "GATHER": False, "SCATTER": False, "PER_TOKEN": 1}
-linear |= dict.fromkeys(("order_ptr", "ends_ptr", "expert_ptr", "first_ptr"))
-few = compile_kernel(
-    _nvfp4, "bf16", 2, HALF=128, ROWS=16, OUTPUTS=64, GATED=True, SPLIT=True, **common, **linear
-)
+common = {"WHOLE": True, "PRECISION": "tf32", "OVERLAP": True, "GATHER": True, "SCATTER": False, "PER_TOKEN": 8}
+few = compile_kernel(_experts, "bf16", 2, HALF=128, ROWS=16, OUTPUTS=64, GATED=True, SPLIT=True, **common)
 assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in few
 assert "fma.rn.bf16x2" in few
 assert "cp.async.cg.shared.global" in few, "loads of weights are not pipelined"
-experts = {"GROUPED": True, "GATHER": True, "SCATTER": False, "PER_TOKEN": 8}
-many = compile_kernel(
-    _nvfp4, "fp16", 8, HALF=64, ROWS=64, OUTPUTS=128, GATED=False, SPLIT=False, **common, **experts
-)
+many = compile_kernel(_experts, "fp16", 8, HALF=64, ROWS=64, OUTPUTS=128, GATED=False, SPLIT=False, **common)
 assert "fma.rn.f16x2" in many
-expand = compile_kernel(_expand, "bf16", 4, HALF=128, ROWS=32, OVERLAP=True)
+expand = compile_kernel(_expand, "bf16", 4, STEP=256, ROWS=16, OVERLAP=True)
 assert "st.global.v4.b32" in expand
 """
 

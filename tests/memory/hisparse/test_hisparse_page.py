@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS
 from pdserve.server.observability.catalog import COUNTERS
@@ -67,7 +67,7 @@ def test_asterisk_marks_exactly_the_gpu_tests() -> None:
 
 def test_every_named_metric_exists() -> None:
     pages = PageAllocator[KvPage](1)
-    hot = HotBuffers(HotLimits(3, 4, 8, slots=1, overlay=NO_UNITS), pages, CommandLog(pages))
+    hot = HotBuffers(HotLimits(3, 4, 8, slots=1, overlay=NO_UNITS), pages, Holds(pages))
     gauges = hot.gauges().keys() | {
         "kv_pages",
         "kv_pages_held",

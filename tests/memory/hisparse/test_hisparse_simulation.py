@@ -14,7 +14,7 @@ from pdserve.kernels.hisparse.write_back import write_back
 from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.kv_pool import KvPool, zeroed
-from pdserve.scheduler.decode.run_queue import DecodeRow
+from pdserve.scheduler.decode.rooms.batch import DecodeRow
 from pdserve.scheduler.messages.ranks import OpenHot, ResizeHot
 from tests.scheduler.decode.test_scheduler_traces import Mode
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 from pdserve.common.errors import StartupError
-from pdserve.models.config.model import ARCHITECTURES, ModelConfig, read_config_file
+from pdserve.models.config.model import ModelConfig
+from pdserve.models.registry import FAMILIES, read_config_file
 
 NOT_COMPARED = ("eos_token_id", "num_key_value_heads")
 """eos_token_id: the tokenizer has it too. num_key_value_heads: a wrong one is detected by the shapes of the weights."""
@@ -23,7 +24,7 @@ def read(directory: Path, fields: dict[str, Any]) -> ModelConfig | None:
         return None
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [family.architecture for family in FAMILIES])
 def test_missing_fields_have_the_defaults_of_transformers(name: str, tmp_path: Path) -> None:
     family = "Gemma3Text" if name == "Gemma3ForCausalLM" else name.removesuffix("ForCausalLM")
     config_class = getattr(transformers, f"{family}Config")

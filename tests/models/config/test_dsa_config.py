@@ -15,12 +15,13 @@ from pdserve.memory.auto_settings import KvShare
 from pdserve.memory.hisparse.sizing import hisparse_size
 from pdserve.memory.sizing import GIB
 from pdserve.models.config.dsa import DsaConfig
-from pdserve.models.config.model import ModelConfig, read_config_file
+from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprints
+from pdserve.models.registry import read_config_file
 from pdserve.models.weights.schemes import Fp8Scheme
 from tests.checkpoints import make_dsa_checkpoint
 

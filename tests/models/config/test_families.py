@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import StartupError
-from pdserve.models.config.model import ModelConfig, read_config_file
+from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.config.sharding import Shard
+from pdserve.models.registry import read_config_file
 from tests.checkpoints import TinyArchitecture, make_checkpoint
 
 

@@ -16,7 +16,7 @@ from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import ForwardBatch, SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.scheduler.ranks.transfers.announcement import layout_of
 from pdserve.transfer.plan.copy_regions import plan_regions
 from pdserve.transfer.plan.copy_runs import expand_runs
@@ -45,7 +45,7 @@ class Stages:
         for stage in range(stages):
             shard = Shard(stage=stage, stages=stages)
             parameters = LatentParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32)
-            load_weights(source, parameters.slots(), parameters.names(source.config))
+            load_weights(source, parameters.slots(), tensor_names(source.config))
             self.decoders.append(DsaDecoder(parameters))
 
     def next_token(self, caches: Sequence[KvCache], piece: SequenceSlice) -> int:

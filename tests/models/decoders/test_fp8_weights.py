@@ -22,7 +22,7 @@ from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.decoders.mla import MlaDecoder
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.fp8 import Fp8Weight
 from tests.checkpoints import (
@@ -94,7 +94,7 @@ def kept(model: Path, shard: Shard = WHOLE, device: torch.device = CPU) -> Laten
     parameters = LatentParameters.allocate(
         source.config, shard, device=device, dtype=torch.float32, stored=stored_in(source, "auto")
     )
-    load_weights(source, parameters.slots(), parameters.names(source.config))
+    load_weights(source, parameters.slots(), tensor_names(source.config))
     return parameters
 
 

@@ -16,7 +16,7 @@ from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.formats.gguf_file import GgufFile
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_checkpoint, read_smollm2, reference_logits
 from tests.gguf_checkpoints import convert
@@ -154,7 +154,7 @@ def test_ranks_read_their_rows_and_columns(kind: str, tmp_path: Path) -> None:
         slots = parameters.slots()
         for slot in slots.values():
             slot.target.fill_(torch.nan)
-        load_weights(source, slots, DecoderParameters.names(source.config))
+        load_weights(source, slots, tensor_names(source.config))
         for name, slot in slots.items():
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             assert slot.target.equal(expected[name][part]), name

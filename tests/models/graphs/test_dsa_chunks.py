@@ -19,7 +19,7 @@ from pdserve.models.graphs.mla import MlaChunkStep
 from pdserve.models.graphs.steps import ChunkLimits
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import make_dsa_checkpoint
 from tests.models.graphs.steps import run_graph
@@ -34,7 +34,7 @@ def make_decoder(
 ) -> DsaDecoder:
     source = locate_model(str(make_dsa_checkpoint(directory, "glm_moe_dsa", index_topk_pattern="FSFF", **sizes)))
     parameters = LatentParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
-    load_weights(source, parameters.slots(), parameters.names(source.config))
+    load_weights(source, parameters.slots(), tensor_names(source.config))
     return DsaDecoder(parameters, fp8_index=fp8_index, packed=packed)
 
 
@@ -42,7 +42,7 @@ def make_latent_decoder(directory: Path, device: str, dtype: torch.dtype, **size
     """The decoder of a model that attends to all tokens."""
     source = locate_model(str(make_dsa_checkpoint(directory, "deepseek_v3", **sizes)))
     parameters = LatentParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
-    load_weights(source, parameters.slots(), parameters.names(source.config))
+    load_weights(source, parameters.slots(), tensor_names(source.config))
     return MlaDecoder(parameters)
 
 

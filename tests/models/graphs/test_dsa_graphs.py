@@ -16,7 +16,7 @@ from pdserve.models.graphs.dsa import DsaStep
 from pdserve.models.graphs.mla import MlaStep
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights, stored_format
+from pdserve.models.loading.weights import load_weights, stored_format, tensor_names
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import (
     load_reference,
@@ -125,7 +125,7 @@ class Setup:
         source = locate_model(str(directory))
         kept = stored_format(source, "auto")
         parameters = LatentParameters.allocate(source.config, device=device, dtype=dtype, stored=kept)
-        load_weights(source, parameters.slots(), parameters.names(source.config))
+        load_weights(source, parameters.slots(), tensor_names(source.config))
         self.reference: Any = None if fp8 else load_reference(directory)
         self.decoder: DsaDecoder | MlaDecoder
         if source.config.dsa is None:

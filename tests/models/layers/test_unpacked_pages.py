@@ -18,7 +18,7 @@ from pdserve.models.layers import unpacked_pages
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.unpacked_pages import PackedFormat
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import make_dsa_checkpoint
 from tests.memory.hisparse.hot_buffer import open_loaded
@@ -33,7 +33,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> DsaDecoder:
     directory = make_dsa_checkpoint(tmp_path_factory.mktemp("glm"), "glm_moe_dsa", index_topk_pattern="FSFS")
     source = locate_model(str(directory))
     parameters = LatentParameters.allocate(source.config, device=CPU, dtype=torch.float32)
-    load_weights(source, parameters.slots(), parameters.names(source.config))
+    load_weights(source, parameters.slots(), tensor_names(source.config))
     return DsaDecoder(parameters, packed=True)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import StartupError
-from pdserve.models.config.model import read_config_file
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprints
+from pdserve.models.registry import read_config_file
 from tests.checkpoints import EOS_ID, SPECIAL_TOKENS, make_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

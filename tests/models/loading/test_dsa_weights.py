@@ -12,7 +12,7 @@ from pdserve.models.config.sharding import WHOLE, Shard
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_dsa_checkpoint, quantise_checkpoint, reference_greedy
 
@@ -36,7 +36,7 @@ def load(directory: Path, shard: Shard = WHOLE) -> LatentParameters:
     slots = parameters.slots()
     for slot in slots.values():
         slot.target.fill_(torch.nan)
-    load_weights(source, slots, LatentParameters.names(source.config))
+    load_weights(source, slots, tensor_names(source.config))
     return parameters
 
 

@@ -12,7 +12,8 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.fingerprint import fingerprints
-from pdserve.models.runner import ModelRunner, allocate_parameters
+from pdserve.models.loading.weights import allocate_parameters
+from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.slots import Slot
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint, stored_in
 
@@ -50,7 +51,7 @@ def test_part_of_a_rank_equals_that_part_of_the_whole_model(source: ModelSource,
 
 def test_rows_of_a_large_matrix_differ_and_a_part_can_start_anywhere() -> None:
     whole, part = torch.empty(3000, 7), torch.empty(1100, 3)
-    fill_with_noise({"lm_head.weight": Slot.whole(whole)})
+    fill_with_noise({"lm_head.weight": Slot(whole, (3000, 7), (0, 0))})
     fill_with_noise({"lm_head.weight": Slot(part, (3000, 7), (1000, 2))})
     assert part.equal(whole[1000:2100, 2:5])
     assert len(set(map(tuple, whole.tolist()))) == 3000

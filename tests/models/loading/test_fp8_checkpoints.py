@@ -14,7 +14,7 @@ from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.format import Format
 from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, quantise_checkpoint, stored_in
@@ -72,7 +72,7 @@ def test_ranks_hold_their_parts_in_fp8(model: tuple[ModelSource, Any], tp_size: 
     for rank in range(tp_size):
         shard = Shard(rank, tp_size)
         parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32, stored=fp8)
-        load_weights(source, parameters.slots(), DecoderParameters.names(source.config))
+        load_weights(source, parameters.slots(), tensor_names(source.config))
         for name, slot in parameters.slots().items():
             values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))

@@ -17,8 +17,8 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.moe import MoeParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.weights import load_weights
-from pdserve.models.runner import ModelRunner, allocate_parameters
+from pdserve.models.loading.weights import allocate_parameters, load_weights, tensor_names
+from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.packed4 import Packed4Weight
 from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint, stored_in
 from tests.int4_checkpoints import Int4Method, pack_checkpoint, quantization_config
@@ -86,7 +86,7 @@ def test_ranks_hold_their_parts(model: Model, keep: bool) -> None:
         parameters = allocate_parameters(
             source.config, shard, device=CPU, dtype=torch.float32, stored=kept if keep else None
         )
-        load_weights(source, parameters.slots(), parameters.names(source.config))
+        load_weights(source, parameters.slots(), tensor_names(source.config))
         for name, slot in parameters.slots().items():
             values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.size, strict=True))
@@ -117,7 +117,7 @@ def test_latent_attention_is_expanded(tmp_path: Path) -> None:
     kept = stored_in(source, "auto")
     assert "model.layers.1.mlp.experts.7.down_proj.weight" in kept.tensors
     parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, stored=kept)
-    load_weights(source, parameters.slots(), parameters.names(source.config))
+    load_weights(source, parameters.slots(), tensor_names(source.config))
     for name, slot in parameters.slots().items():
         values = slot.target if slot.weight is None else slot.weight.expanded()
         part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.size, strict=True))

@@ -15,8 +15,8 @@ from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.weights import load_weights
-from pdserve.models.runner import ModelRunner, allocate_parameters
+from pdserve.models.loading.weights import allocate_parameters, load_weights, tensor_names
+from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.slots import Slot
 from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, pack_experts, stored_in
 
@@ -56,7 +56,7 @@ def test_tensors_are_those_that_transformers_expands(model: Model, shard: Shard,
         source.config, shard, device=CPU, dtype=torch.float32, stored=stored if keep else None
     )
     slots = parameters.slots()
-    load_weights(source, slots, parameters.names(source.config))
+    load_weights(source, slots, tensor_names(source.config))
     for name, tensor in model.expanded.items():
         slot = slots[name]
         assert (slot.weight is not None) == keep

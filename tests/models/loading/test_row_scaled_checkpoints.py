@@ -16,8 +16,8 @@ from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.weights import load_weights
-from pdserve.models.runner import ModelRunner, allocate_parameters
+from pdserve.models.loading.weights import allocate_parameters, load_weights, tensor_names
+from pdserve.models.runner import ModelRunner
 from pdserve.server.plan.models import weight_bytes
 from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint, stored_in
 
@@ -138,7 +138,7 @@ def test_ranks_hold_their_parts(model: Model, keep: bool, whole_experts: bool) -
     for rank in range(2):
         shard = Shard(rank, 2, whole_experts=whole_experts)
         parameters = allocate_parameters(source.config, shard, device=CPU, dtype=torch.float32, stored=stored)
-        load_weights(source, parameters.slots(), parameters.names(source.config))
+        load_weights(source, parameters.slots(), tensor_names(source.config))
         for name, slot in parameters.slots().items():
             values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
@@ -152,7 +152,7 @@ def test_latent_attention_stays_in_fp8(tmp_path: Path) -> None:
     source = locate_model(str(directory))
     stored = stored_in(source, "auto")
     parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, stored=stored)
-    load_weights(source, parameters.slots(), parameters.names(source.config))
+    load_weights(source, parameters.slots(), tensor_names(source.config))
     for name, slot in parameters.slots().items():
         found = slot.target if slot.weight is None else slot.weight.expanded()
         part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))

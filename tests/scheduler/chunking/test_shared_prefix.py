@@ -3,8 +3,8 @@
 import pytest
 
 from pdserve.scheduler.chunking.shared_prefix import AwaitedPrefix, PrefixesInProgress
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
 from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import PrefillState
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
@@ -68,11 +68,11 @@ def test_a_wait_ends_when_the_shared_tokens_are_computed_or_the_prompt_is_given_
     leader = prefixes.start(LEADER, 0, priority=0)
     awaited = prefixes.find(sharing(256, 64), 0, 319, priority=0)
     assert awaited == AwaitedPrefix(leader, 256)
-    prefixes.advance(leader, 128)
+    prefixes.cached(leader, 128)
     assert awaited.tokens_left == 128
     later = prefixes.find(sharing(256, 64), 128, 319, priority=0)
     assert later == awaited, "a prompt that arrives later finds the rest"
-    prefixes.advance(leader, 256)
+    prefixes.cached(leader, 256)
     assert awaited.tokens_left == 0
     whole = AwaitedPrefix(leader, 304)
     assert whole.tokens_left == 48
@@ -93,7 +93,7 @@ def test_the_first_of_two_prompts_with_the_same_page_is_awaited() -> None:
 def test_no_prompt_waits_without_a_prefix_cache() -> None:
     prefixes = PrefixesInProgress(PAGE, 512, enabled=False)
     leader = prefixes.start(LEADER, 0, priority=0)
-    prefixes.advance(leader, 64)
+    prefixes.cached(leader, 64)
     assert prefixes.find(LEADER, 64, 319, priority=0) is None
     prefixes.end(leader)
 
@@ -173,8 +173,8 @@ def test_auto_expects_prompts_to_share_what_each_side_computes() -> None:
     simulator.submit_all()
     sides = simulator.tokens_here, simulator.tokens_at_prefill - OWN
     assert sum(sides) <= 2 * SHARED + PROMPTS * OWN, sides
-    assert not simulator.decode.dispatcher.placer._at_prefill
-    assert not simulator.decode.dispatcher.local.prefixes
+    assert not simulator.decode.rooms.prefilling.prefixes
+    assert not simulator.decode.rooms.computing.prefixes
 
 
 def test_prompts_wait_for_the_next_one_with_their_prefix_if_the_first_is_aborted() -> None:

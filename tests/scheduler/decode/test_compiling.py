@@ -5,7 +5,7 @@ import pytest
 from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit

@@ -58,7 +58,7 @@ def test_silent_prefill_server_times_out(timeout_s: float | None, after_s: float
 def test_running_request_times_out() -> None:
     simulator = Simulator()
     submit(simulator, "r")
-    while len(simulator.decode.run_queue.running) == 0:
+    while len(simulator.decode.rooms.batch.running) == 0:
         simulator.work()
     assert not turn_at(simulator, REQUEST_TIMEOUT_S - 0.01)
     (failed,) = turn_at(simulator, REQUEST_TIMEOUT_S)
@@ -74,7 +74,7 @@ def test_queued_request_times_out_without_memory() -> None:
     assert not turn_at(simulator, 0.01)
     assert simulator.decode.state_counts()["queued"] == 1
     first = simulator.decode.requests["a"]
-    first.lifecycle.since = first.prompt.waits_since = 30.0  # as if it had come later, so that it does not time out
+    first.since = first.prompt.waits_since = 30.0  # as if it had come later, so that it does not time out
     assert not turn_at(simulator, QUEUE_TIMEOUT_S - 0.01)
     (failed,) = turn_at(simulator, QUEUE_TIMEOUT_S)
     assert (failed.rid, failed.status) == ("b", 503)

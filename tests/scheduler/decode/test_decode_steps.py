@@ -11,7 +11,7 @@ import pytest
 from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.decode.requests.request import Request
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
 from pdserve.scheduler.decode.transitions import Transitions
 from pdserve.scheduler.messages.effects import SendToFrontend
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit
@@ -34,7 +34,7 @@ def admitted_after(request: Request, now: float) -> str:
     if request.prompt.output_tokens:
         return "recomputed"
     if lost_hot_buffer(request):
-        return "saved" if request.lifecycle.spent(State.SAVED, now) else "lost hot buffer"
+        return "saved" if request.spent(State.SAVED, now=now) else "lost hot buffer"
     return "fresh"
 
 
@@ -69,7 +69,7 @@ def test_every_admission_calls_admit_and_opens_a_hot_buffer(stages: int, monkeyp
         simulator.decode_turn()
         simulator.work_ranks()
         simulator.pass_time(0.05)
-        for request in simulator.decode.run_queue.running:
+        for request in simulator.decode.rooms.batch.running:
             assert request.rid in admitted
     assert seen == {"fresh", "sent again", "lost hot buffer", "saved", "recomputed"}
     simulator.finish()
@@ -254,9 +254,9 @@ def test_token_of_an_ended_request_is_dropped_and_its_pages_are_released_after_t
     first, second = running_steps(simulator, 1)
     simulator.decode.step_done(first.command_id, [sampled(7)], simulator.now)  # EOS
     assert simulator.decode.counters["requests_finished"] == 1
-    assert simulator.decode.memory.commands.pending_grants == 1
+    assert simulator.decode.memory.holds.pending_grants == 1
     simulator.decode.step_done(second.command_id, [sampled(50)], simulator.now)
-    assert simulator.decode.memory.commands.pending_grants == 0
+    assert simulator.decode.memory.holds.pending_grants == 0
     assert simulator.decode.counters["generation_tokens"] == 2
 
 

@@ -60,7 +60,7 @@ SITUATIONS: dict[str, Callable[[Simulator, Request], object]] = {
     "queued for recomputation": lambda _, request: request.state is State.QUEUED and request.output_ids,
     "being written": being_written,
     "waiting for a hot buffer": lambda simulator, request: (
-        request in simulator.decode.run_queue.arrived and not lost_hot_buffer(request)
+        request in simulator.decode.rooms.batch.arrived and not lost_hot_buffer(request)
     ),
     "ready": lambda _, request: request.state is State.READY,
     "in a step": lambda _, request: request.state is State.RUNNING and request.in_flight,
@@ -143,7 +143,7 @@ def test_higher_priority_gets_a_hot_buffer_while_steps_are_in_flight() -> None:
     """There is one buffer. Its owner gets no further step, and loses the buffer when its step has ended."""
     simulator = Simulator(overlap=True, hot_pages=3)
     simulator.submit(6, 0, 26, 1, None, 0)
-    assert work(simulator, lambda simulator: len(simulator.decode.run_queue.running) == 1)
+    assert work(simulator, lambda simulator: len(simulator.decode.rooms.batch.running) == 1)
     simulator.submit(6, 1, 4, 1, None, 1)
     assert work(simulator, lambda simulator: simulator.decode.counters["requests_finished"] == 1)
     (slow,) = simulator.decode.requests.values()

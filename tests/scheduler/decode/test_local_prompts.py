@@ -10,8 +10,8 @@ import pytest
 from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.chunking import shared_prefix
 from pdserve.scheduler.chunking.step_rule import LATE_GAPS
-from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.placer import PAIRING_S
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
 from pdserve.scheduler.messages.frontend import Submit
 from tests.examples import examples
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
@@ -217,7 +217,7 @@ def test_prompt_is_computed_here_at_once_when_the_last_prefill_server_is_lost() 
 
 def test_prompt_waits_for_the_first_prefill_server_to_pair() -> None:
     simulator = local(local_prefill="auto")
-    simulator.decode.dispatcher.peers._peers.clear()
+    simulator.decode.peers._peers.clear()
     simulator.ask("r", 100)
     simulator.run_for(0.9 * PAIRING_S)
     assert simulator.decode.state_counts()["queued"] == 1
@@ -256,7 +256,7 @@ def test_slow_transfer_does_not_keep_prefill_idle_for_ever(slow_s: float, again:
 def test_rate_of_short_prompts_is_not_used_for_long_ones() -> None:
     """Short prompts have a low rate, because a step has a fixed cost."""
     decode = local(local_prefill="auto").decode
-    placer = decode.dispatcher.placer
+    placer = decode.placer
     decode.rates.prefilled_tokens.measured(8192, 0.2)
     decode.rates.local_tokens.measured(16, 0.006)
     assert placer._local_rate(16) == pytest.approx(16 / 0.006)
@@ -355,7 +355,7 @@ def test_cached_rows_are_copied_into_the_hot_buffer_before_the_first_chunk() -> 
     simulator.ask_for(prompt_of(22), 2)
     simulator.decode_turn()
     simulator.rank_turn(eos=False)
-    assert [copy.kind for copy in simulator.decode.memory.copies._in_flight.values()] == ["prefix"]
+    assert [copy.kind for copy in simulator.decode.memory.copies.in_flight.values()] == ["prefix"]
     simulator.decode_turn()
     assert not simulator.commands, "its chunks wait for the copy"
     settle(simulator, lambda: not simulator.decode.requests)

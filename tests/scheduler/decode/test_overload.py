@@ -8,9 +8,9 @@ import pytest
 
 from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
-from pdserve.scheduler.decode.dispatch.prompt_queue import MEASURED_S, PromptQueue, QueuePace
 from pdserve.scheduler.decode.requests.request import Prompt, Request
-from pdserve.scheduler.decode.run_queue import WaitingQueue
+from pdserve.scheduler.decode.rooms.batch import RequestQueue
+from pdserve.scheduler.decode.rooms.queued import MEASURED_S, PromptQueue, QueuePace
 from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import State
 from tests.scheduler.decode.test_precedence import ask, work
@@ -131,20 +131,21 @@ def test_prompt_is_next_after_sixteen_overtakes() -> None:
     queue = PromptQueue()
     low = [Prompt(number, (1,) * (1 + 200 * number), priority=-number, now=0.0) for number in range(3)]
     for prompt in low:
-        queue.push(prompt)
+        queue.push(prompt, 0.0)
     left: list[Prompt] = []
     for number in range(3, 3 + 3 * MAX_OVERTAKES + 1):
-        queue.push(Prompt(number, (1,) * 50, priority=100 + number % 3, now=0.0))
-        prompt = next(queue.in_order(lambda _: True))
-        queue.take(prompt)
-        left.append(prompt)
+        queue.push(Prompt(number, (1,) * 50, priority=100 + number % 3, now=0.0), 0.0)
+        first = queue.first
+        assert first is not None
+        queue.take(first, 0.0)
+        left.append(first)
     assert [left.index(prompt) for prompt in low] == [MAX_OVERTAKES * at for at in (1, 2, 3)]
     assert {prompt.priority for prompt in low} == {102}
     assert (len(queue), queue.tokens) == (3, 150)
 
 
 def test_waiting_request_is_raised_after_sixteen_overtakes() -> None:
-    queue = WaitingQueue()
+    queue = RequestQueue()
 
     def request(number: int, priority: int) -> Request:
         prompt = Prompt(number, (1,), priority=priority, now=float(number))
@@ -238,7 +239,7 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
         accepted["single"] += f"single {attempt}" not in simulator.failures
     assert accepted["batch"] >= 5
     assert accepted["batch"] > accepted["single"] / 3
-    assert len(simulator.decode.dispatcher.queue) < 16 + 8
+    assert len(simulator.decode.rooms.queued) < 16 + 8
 
 
 def test_prompts_of_two_calls_may_alternate() -> None:

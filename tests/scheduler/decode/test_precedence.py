@@ -1,5 +1,6 @@
 """Precedence when memory is short: the higher priority, then running requests, then older ones."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -54,7 +55,7 @@ def test_arrived_request_is_retracted_before_a_running_one(stages: int) -> None:
     """Two hot buffers, twelve pages. The waiting request is not the youngest."""
     simulator = Simulator(stages=stages, overlap=stages == 1, hot_pages=7)
     requests = [ask(simulator, 6, 20, server=server) for server in (0, 1, 0)]
-    work(simulator, lambda: len(simulator.decode.run_queue.running) == 2, servers=1)
+    work(simulator, lambda: len(simulator.decode.rooms.batch.running) == 2, servers=1)
     work(simulator, lambda: requests[1].state is State.ARRIVED)
     assert first_retracted(simulator, requests) is requests[1]
     work(simulator, lambda: not simulator.decode.requests)
@@ -68,7 +69,7 @@ def test_ready_request_is_retracted_first_unless_it_has_a_higher_priority(priori
     simulator = Simulator()
     first, waits = ask(simulator, 4, 20), ask(simulator, 4, 20, priority=priority, server=1)
     later = [ask(simulator, 4, 20) for _ in range(2)]
-    work(simulator, lambda: len(simulator.decode.run_queue.running) == 3, servers=1)
+    work(simulator, lambda: len(simulator.decode.rooms.batch.running) == 3, servers=1)
     work(simulator, lambda: waits.state is State.READY)
     victim = first_retracted(simulator, [first, waits, *later])
     assert victim is (waits if gives_way else later[-1])
@@ -85,7 +86,7 @@ def test_higher_priority_is_resumed_first() -> None:
     assert high.state is State.RUNNING
     work(simulator, lambda: high.state is State.SAVED)
     work(simulator, lambda: State.RUNNING in (high.state, low.state))
-    assert simulator.decode.run_queue.running[0] is high
+    assert simulator.decode.rooms.batch.running[0] is high
     work(simulator, lambda: not simulator.decode.requests)
     assert simulator.decode.counters["requests_finished"] == 3
     simulator.finish()
@@ -122,32 +123,31 @@ def test_retracted_request_blocks_only_prompts_of_its_priority() -> None:
 def test_large_prompt_is_overtaken_at_most_sixteen_times() -> None:
     """A larger prompt of a higher priority that waits as well does not restart its count."""
     decode = Simulator(prefill_pages=20).decode
-    dispatcher = decode.dispatcher
     assert decode.pages.grant("somebody", 6) is not None
-    sent = 0
+    sent, ids = 0, itertools.count(1)
 
     def push(tokens: int, priority: int = 0) -> Prompt:
-        prompt = Prompt(dispatcher.next_prompt_id(), tuple(range(tokens)), priority=priority, now=0.0)
+        prompt = Prompt(next(ids), tuple(range(tokens)), priority=priority, now=0.0)
         prompt.members.append(
             Request("r", prompt, SamplingParams(max_new_tokens=1), deadline=math.inf, now=float(prompt.prompt_id))
         )
-        dispatcher.queue.push(prompt)
+        decode.rooms.queued.push(prompt, 0.0)
         return prompt
 
     large = push(28)
     for _ in range(MAX_OVERTAKES):
         small = push(1)
         decode.transitions.dispatch(0.0, above=None)
-        assert small not in dispatcher.queue
+        assert small not in decode.rooms.queued
         for grant in (small.grant, small.members[0].grant):
             assert grant is not None
             decode.pages.release(grant)
         sent += 1
     larger, small = push(40, priority=1), push(1)
     decode.transitions.dispatch(0.0, above=None)
-    assert [prompt in dispatcher.queue for prompt in (larger, large, small)] == [True, True, True]
-    assert decode.counters["overtakes"] == sent == large.overtaken == MAX_OVERTAKES
-    assert larger.overtaken == 0
+    assert [prompt in decode.rooms.queued for prompt in (larger, large, small)] == [True, True, True]
+    assert decode.counters["overtakes"] == sent == MAX_OVERTAKES
+    assert [decode.rooms.queued.is_due(prompt) for prompt in (large, larger)] == [True, False]
 
 
 @pytest.mark.parametrize("servers", [0, 1])
@@ -155,7 +155,7 @@ def test_kv_is_saved_while_no_prefill_server_can_recompute_it(servers: int) -> N
     """Although prefill would be cheaper: without a server the request would fail after `prefill_wait_s`."""
     simulator = Simulator(retract_pages=24)
     requests = [ask(simulator, 6, 30) for _ in range(2)]
-    work(simulator, lambda: len(simulator.decode.run_queue.running) == 2)
+    work(simulator, lambda: len(simulator.decode.rooms.batch.running) == 2)
     simulator.decode.rates.copied_pages.measured(1, 1.0)
     simulator.decode.rates.prefilled_tokens.measured(10**6, 1.0)
     for _ in ENDPOINTS[servers:]:

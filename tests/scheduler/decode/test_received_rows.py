@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.messages.effects import SendToPeer
@@ -176,7 +176,7 @@ def test_unsaved_buffer_returns_no_loans() -> None:
 def test_unsaved_and_receiving_buffers_are_not_shrunk() -> None:
     pages = PageAllocator[KvPage](4)
     limits = HotLimits(num_pages=12, page_size=4, hot_rows=8, slots=3, overlay=NO_UNITS)
-    hot = HotBuffers(limits, pages, CommandLog(pages))
+    hot = HotBuffers(limits, pages, Holds(pages))
     buffer, _ = hot.open_for_prompt(1, 4 * 6)
     assert not hot.can_compute(4 * 7, shrink=True)
     hot.pass_on(1, "r")
@@ -197,7 +197,7 @@ def test_prefill_gets_no_hot_page_that_a_step_in_flight_may_write(ends: bool) ->
     to host memory (`settled`, see test_kv_path.py).
     """
     pages = PageAllocator[KvPage](4)
-    commands = CommandLog(pages)
+    commands = Holds(pages)
     hot = HotBuffers(HotLimits(num_pages=6, page_size=4, hot_rows=8, slots=2, overlay=NO_UNITS), pages, commands)
     buffer, _ = hot.open("a", 4 * 5)
     buffer.loading = False

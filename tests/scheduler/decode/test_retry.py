@@ -86,13 +86,13 @@ def test_loss_of_prefill_after_prefill_done_is_harmless(comes_back: bool) -> Non
     else:
         simulator.kill(0)
     simulator.rank_turn(eos=False)
-    assert [peer.window.own_tokens for peer in simulator.decode.dispatcher.peers._peers.values()] == [0] * comes_back
+    assert [peer.window.own_tokens for peer in simulator.decode.peers._peers.values()] == [0] * comes_back
     for _ in range(12):
         simulator.decode_turn()
         simulator.rank_turn(eos=False)
         simulator.check()
     assert simulator.decode.counters["requests_finished"] == 1
-    assert (simulator.decode.counters["redispatches"], simulator.decode.dispatcher.remote.quarantine.pages) == (0, 0)
+    assert (simulator.decode.counters["redispatches"], simulator.decode.memory.holds.quarantined_pages) == (0, 0)
     simulator.finish()
 
 
@@ -108,10 +108,23 @@ def test_abort_after_prefill_done_leaves_nothing_in_quarantine(killed: bool) -> 
         simulator.kill(0)
     simulator.cancel(0, stopped=False)
     assert not server.to_prefill
-    assert simulator.decode.dispatcher.remote.quarantine.pages > 0
+    assert simulator.decode.memory.holds.quarantined_pages > 0
     simulator.decode_turn()
-    assert simulator.decode.dispatcher.remote.quarantine.pages == 0
+    assert simulator.decode.memory.holds.quarantined_pages == 0
     simulator.rank_turn(eos=False)
+    simulator.finish()
+
+
+def test_server_is_busy_while_ranks_verify_a_prompt_that_nobody_waits_for() -> None:
+    simulator = Simulator(verifies=True)
+    send_all(simulator)
+    simulator.cancel(0, stopped=False)
+    simulator.decode_turn()
+    assert not simulator.decode.requests
+    assert not simulator.decode.idle
+    simulator.check()
+    simulator.rank_turn(eos=False)
+    assert simulator.decode.idle
     simulator.finish()
 
 
@@ -121,9 +134,9 @@ def test_transfer_with_a_difference_is_sent_again() -> None:
     verify = simulator.commands.popleft()
     assert isinstance(verify, VerifyKv)
     simulator.decode.handle(KvVerified(0, verify.key, 1, "chunk 0 differs"), simulator.now)
-    counters, quarantine = simulator.decode.counters, simulator.decode.dispatcher.remote.quarantine
+    counters, holds = simulator.decode.counters, simulator.decode.memory.holds
     assert (counters["checksum_errors"], counters["transfers_failed"]) == (1, 1)
-    assert quarantine.pages > 0, "late writes may land"
+    assert holds.quarantined_pages > 0, "late writes may land"
     simulator.check()
     pass_turns(simulator, 2.5)
     assert (counters["requests_finished"], counters["checksum_errors"]) == (1, 1)

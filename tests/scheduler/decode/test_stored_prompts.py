@@ -10,10 +10,10 @@ from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode import transitions
-from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill
-from pdserve.scheduler.decode.dispatch.placer import Placer
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
+from pdserve.scheduler.decode.placer import Placer
 from pdserve.scheduler.decode.requests.request import Prompt
+from pdserve.scheduler.decode.rooms.computing import Computing
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Cancel, Finished, Submit
@@ -133,9 +133,11 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
 
 
 def with_history(prompt: list[int]) -> Decode:
-    """A server with `local_prefill` auto that has written a conversation to the store. Prefill is as fast as it is."""
+    """A server with `local_prefill` auto that has written a conversation to the store. Prefill is as fast as it is, and
+    a decode step takes 10 ms.
+    """
     decode = Decode("auto")
-    decode.scheduler.dispatcher.placer._first_at = -100.0  # it has waited for a prefill server
+    decode.scheduler.placer._first_at = -100.0  # it has waited for a prefill server
     decode.turn()
     decode.serve("first", prompt)
     decode.scheduler.flush_cache()
@@ -144,6 +146,9 @@ def with_history(prompt: list[int]) -> Decode:
     for rate in (rates.prefilled_tokens, rates.local_tokens):
         for tokens in (16, 64, 512, 2048):
             rate.measured(tokens, tokens / 10_000)
+    times = decode.scheduler.rooms.computing.times
+    times.started(1, 0, decode.now)
+    times.ended(decode.now + 0.01)
     decode.scheduler.peer_up(PrefillPeer(InstanceId("prefill"), {"a:1"}))
     return decode
 
@@ -232,7 +237,7 @@ def test_random_workloads_with_prefill_servers_and_an_unreliable_store(monkeypat
 
     monkeypatch.setattr(transitions.Transitions, "_requeue", count)
     monkeypatch.setattr(Placer, "_local_rate", lambda *_: 400.0)
-    monkeypatch.setattr(LocalPrefill, "short_tokens", lambda *_: 40)
+    monkeypatch.setattr(Computing, "short_tokens", lambda *_: 40)
     actions = {**ACTIONS, **STORE_ACTIONS, "deliver": 120, "flush": 40}
     for seed in range(examples(120, 12)):
         simulator = StoreSimulator(seed, damage=0.8, local_prefill="auto", **MODES[seed % len(MODES)])

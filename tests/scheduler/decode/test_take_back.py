@@ -32,7 +32,7 @@ def taken_back(*, overlap: bool = False, reports: bool = True) -> Simulator:
     simulator.pass_time(LATE_S)
     simulator.decode_turn()
     assert simulator.decode.state_counts()["computing"] == 1
-    assert simulator.decode.dispatcher.remote.quarantine.pages > 0
+    assert simulator.decode.memory.holds.quarantined_pages > 0
     assert [type(effect.message) for effect in server.to_prefill] == [Abort]
     simulator.check()
     return simulator
@@ -81,7 +81,7 @@ def test_request_is_answered_once_and_its_old_pages_become_free(fault: str, over
 def test_client_may_leave_before_prefill_has_stopped(killed: bool) -> None:
     simulator = taken_back()
     simulator.cancel(0, stopped=False)
-    assert simulator.decode.dispatcher.remote.quarantine.pages > 0, "prefill may still write"
+    assert simulator.decode.memory.holds.quarantined_pages > 0, "prefill may still write"
     if killed:
         simulator.kill(0)
     simulator.check()

@@ -11,8 +11,8 @@ import pytest
 from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import SendToPeer
@@ -77,7 +77,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
     arrive(scheduler)
     load(scheduler)
     turn(scheduler)
-    assert len(scheduler.run_queue.running) == RUNNING
+    assert len(scheduler.rooms.batch.running) == RUNNING
     return scheduler
 
 

@@ -8,8 +8,8 @@ from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, most_visible_pages
 from pdserve.memory.prefix_cache import PrefixCache
+from pdserve.scheduler.decode.memory.request_memory import pages_needed, reserve
 from pdserve.scheduler.decode.requests.request import Prompt, Request
-from pdserve.scheduler.decode.requests.reservation import pages_needed, reserve
 from pdserve.scheduler.messages.frontend import Submit
 from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, PREFILL, Simulator
 from tests.scheduler.simulation.timed_simulator import decode_limits

@@ -13,7 +13,7 @@ import pytest
 from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.engine import loop as loops
@@ -100,14 +100,14 @@ def test_quarantine_goes_on_after_a_stop(stopped_s: float, monkeypatch: pytest.M
     server.scheduler.handle(PeerLost(PREFILL, "its connection was closed"), server.now)
     server.scheduler.handle(PeerClosed(PREFILL), server.now)
     server.run_for(1.0)
-    quarantine = server.scheduler.dispatcher.remote.quarantine
-    held = quarantine.pages
+    holds = server.scheduler.memory.holds
+    held = holds.quarantined_pages
     assert held
     server.now += stopped_s
     server.run_for(QUARANTINE_S - 1.2)
-    assert quarantine.pages == held
+    assert holds.quarantined_pages == held
     server.run_for(0.4)
-    assert quarantine.pages == 0
+    assert holds.quarantined_pages == 0
 
 
 class Inbox:

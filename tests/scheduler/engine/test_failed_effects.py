@@ -13,7 +13,7 @@ import zmq
 from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.engine.decode_engine import DecodeEngine
 from pdserve.scheduler.engine.frontend_link import FrontendLink

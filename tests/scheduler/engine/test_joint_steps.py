@@ -170,7 +170,7 @@ def test_rows_are_copied_to_host_memory_after_the_ranks_got_their_step(overlap: 
 
     def receive() -> None:
         for scheduler in server.schedulers:
-            scheduler.memory._write_backs.append(WriteBackRows(1, (), (), 0, 0))
+            scheduler.memory.write_backs.append(WriteBackRows(1, (), (), 0, 0))
 
     receive()
     server.turn()

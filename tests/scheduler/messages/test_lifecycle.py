@@ -46,7 +46,7 @@ def test_only_requests_whose_kv_has_arrived_become_ready() -> None:
 def test_unlisted_transition_raises_and_changes_nothing() -> None:
     lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now=1.0)
     with pytest.raises(IllegalTransitionError, match="QUEUED -> RUNNING"):
-        lifecycle.advance(State.RUNNING, now=2.0)
+        lifecycle.enter(State.RUNNING, now=2.0)
     assert lifecycle.state is State.QUEUED
     assert lifecycle.since == 1.0
 
@@ -59,7 +59,7 @@ def test_time_in_states_adds_up_over_repeated_visits() -> None:
         (State.PREFILLING, 4.25),
         (State.VERIFYING, 6.25),
     ]:
-        lifecycle.advance(state, at)
+        lifecycle.enter(state, at)
     assert lifecycle.spent(State.QUEUED, now=10.0) == 1.5 + 0.25
     assert lifecycle.spent(State.PREFILLING, now=10.0) == 2.5 + 2.0
     assert lifecycle.spent(State.VERIFYING, now=10.0) == 3.75

@@ -180,7 +180,7 @@ def test_grant_outside_the_ring_fails_its_transfer() -> None:
 def submitted(simulator: StagedSimulator) -> tuple[StagedSimulator, StagePart]:
     simulator.submit(6, 0, 4, 1, "a:1", 0)
     simulator.decode_turn()
-    (key,) = simulator.decode.dispatcher.remote.prompts
+    (key,) = simulator.decode.rooms.prefilling.prompts
     return simulator, StagePart(RING.epoch, key, 0, 0, REGIONS[0].block, 0, 2)
 
 

@@ -73,9 +73,9 @@ class Steps:
             return None
         self.steps += 1
         assert sum(chunk.end - chunk.start for chunk in step.chunks) <= self.chunk_size
-        assert len({chunk.prompt for chunk in step.chunks}) == len(step.chunks), "two slices of one prompt"
+        assert len({chunk.owner for chunk in step.chunks}) == len(step.chunks), "two slices of one prompt"
         for chunk in step.chunks:
-            number = chunk.prompt.key.transfer_id
+            number = chunk.owner.key.transfer_id
             assert chunk.start == self.computed[number]
             assert chunk.last or chunk.end % PAGE == 0, "a page would be sent twice"
             self.computed[number] = chunk.end

@@ -24,11 +24,11 @@ from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, pages_for
 from pdserve.scheduler.chunking.chunk_queue import Chunk
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.requests.request import LocalPrompt, Request
-from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
+from pdserve.scheduler.decode.rooms.batch import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.engine.step_rows import decode_row
 from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
@@ -443,7 +443,7 @@ class Simulator:
 
     def _use_hot_chunk(self, chunk: Chunk[LocalPrompt], *, alive: bool) -> None:
         """A chunk: all rows before it are in the buffer of its prompt, and its own rows are written there."""
-        local, tokens = chunk.prompt, chunk.prompt.prompt.token_ids
+        local, tokens = chunk.owner, chunk.owner.prompt.token_ids
         assert local.hot_slot is not None
         buffer = self.hot[local.hot_slot]
         assert chunk.end <= min(buffer.capacity, len(buffer.hot_pages) * PAGE_SIZE), "a chunk lacks hot rows"
@@ -482,7 +482,7 @@ class Simulator:
         slots = [
             row.hot_slot for row in step.rows if row.hot_slot is not None and row.request.rid in self.decode.requests
         ]
-        prompts = [chunk.prompt for chunk in step.chunks if chunk.prompt.prompt.local is chunk.prompt]
+        prompts = [chunk.owner for chunk in step.chunks if chunk.owner.prompt.local is chunk.owner]
         slots += [local.hot_slot for local in prompts if local.hot_slot is not None]
         hot = [page for slot in slots for page in self.hot[slot].hot_pages]
         assert len(hot) == len(set(hot)), "two requests of a step share a hot page"
@@ -527,7 +527,7 @@ class Simulator:
 
     def _compute_chunk(self, chunk: Chunk[LocalPrompt]) -> list[int]:
         """Compute a chunk of a prompt; returns the first tokens of all samples after the last one."""
-        local, tokens = chunk.prompt, chunk.prompt.prompt.token_ids
+        local, tokens = chunk.owner, chunk.owner.prompt.token_ids
         alive = local.prompt.local is local
         if self.decode.memory.hot is not None:
             self._use_hot_chunk(chunk, alive=alive)
@@ -675,8 +675,8 @@ class Simulator:
 
     def _check_windows(self) -> None:
         """The dispatch window of each prefill server matches the transfers in flight."""
-        for peer in self.decode.dispatcher.peers._peers.values():
-            prompts = self.decode.dispatcher.remote.of_peer(peer.instance)
+        for peer in self.decode.peers._peers.values():
+            prompts = self.decode.rooms.prefilling.of_peer(peer.instance)
             left = [prompt.attempt.tokens_left for prompt in prompts if prompt.attempt is not None]
             assert peer.window.own_tokens == sum(left), f"{peer.instance}: {left}"
             assert sum(sent.prompts for sent in peer.window._sent.values()) == len(prompts)
@@ -694,7 +694,7 @@ class Simulator:
                 case ResizeHot(slot=slot):
                     buffers[slot] = command
                 case DecodeStep(rows=rows, chunks=chunks):
-                    slots = [*(row.hot_slot for row in rows), *(chunk.prompt.hot_slot for chunk in chunks)]
+                    slots = [*(row.hot_slot for row in rows), *(chunk.owner.hot_slot for chunk in chunks)]
                     touched.update(page for slot in slots if slot is not None for page in buffers[slot].hot_pages)
         if self.decode.memory.hot is not None:
             touched.update(page for buffer in self.decode.memory.hot._buffers.values() for page in buffer.pages)
@@ -858,7 +858,7 @@ class Simulator:
         if step is not None:
             assert sum(chunk.end - chunk.start for chunk in step.chunks) <= self.prefill.chunk_size
             server.steps.append(step)
-            server.step_pages.append([chunk.prompt.granted.pages for chunk in step.chunks])
+            server.step_pages.append([chunk.owner.granted.pages for chunk in step.chunks])
         if server.steps and (step is None or len(server.steps) > 1):
             self._end_prefill_step(server)
         self.act()
@@ -871,7 +871,7 @@ class Simulator:
 
     def _compute_prefill(self, server: Server, chunk: Chunk[PrefillRequest], pages: list[KvPage]) -> None:
         """Compute a chunk on a prefill server."""
-        tokens, alive = tuple(chunk.prompt.prompt), chunk.prompt.state is PrefillState.COMPUTING
+        tokens, alive = tuple(chunk.owner.prompt), chunk.owner.state is PrefillState.COMPUTING
         for position in range(first_seen(chunk.start, self.prefill.window), chunk.end):
             kv_row = server.row(pages, position) if alive or pages else None
             if kv_row is not None and position >= chunk.start:
@@ -952,8 +952,8 @@ class Simulator:
 
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         """The pages of this transfer, which must still be reserved when a write starts."""
-        prompt = self.decode.dispatcher.remote.prompts.get(key)
-        grant = prompt.grant if prompt is not None else self.decode.dispatcher.remote.quarantine._pages[key].grant
+        prompt = self.decode.rooms.prefilling.prompts.get(key)
+        grant = prompt.grant if prompt is not None else self.decode.memory.holds.quarantined[key].grant
         assert grant is not None
         return grant
 
@@ -978,7 +978,7 @@ def sampled(*tokens: int) -> StepResult:
 def prefill_results(step: PrefillStep) -> list[StepResult]:
     """The results of a step of a prefill server: a first token for each sample of the prompts that it ends."""
     return [
-        sampled(*range(50, 50 + chunk.prompt.destination.samples)) if chunk.last else sampled() for chunk in step.chunks
+        sampled(*range(50, 50 + chunk.owner.destination.samples)) if chunk.last else sampled() for chunk in step.chunks
     ]
 
 

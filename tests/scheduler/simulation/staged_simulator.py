@@ -11,8 +11,8 @@ import math
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
-from pdserve.scheduler.decode.dispatch.staging import RankRing
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
+from pdserve.scheduler.decode.rooms.staging import RankRing
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect
 from pdserve.scheduler.messages.ranks import CancelChunks, PartReport, PartScattered
@@ -93,7 +93,9 @@ class StagedSimulator(Simulator):
         super().start(endpoint)
         for instance in set(self.servers) - known:
             self.servers[instance].scheduler.staging.regions[DECODE] = REGIONS
-            self.decode.dispatcher.remote.staging.peer_up(instance, REGIONS)
+            staging = self.decode.rooms.prefilling.staging
+            if staging is not None:  # the first servers start before the rings
+                staging.peer_up(instance, REGIONS)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -148,7 +150,8 @@ class StagedSimulator(Simulator):
 
     def check_end(self) -> None:
         super().check_end()
-        self.decode.dispatcher.remote.staging.check_integrity(idle=True)
+        assert self.decode.rooms.prefilling.staging is not None
+        self.decode.rooms.prefilling.staging.check_integrity(idle=True)
         for server in self.servers.values():
             assert not server.scheduler.staging._chunks
 
@@ -157,7 +160,7 @@ class StagedSimulator(Simulator):
     def _of_decode(self, effect: Effect) -> None:
         match effect:
             case PartScatter(part=part):
-                prompt = self.decode.dispatcher.remote.prompts.get(part.key)
+                prompt = self.decode.rooms.prefilling.prompts.get(part.key)
                 assert prompt is not None, f"{part} is scattered, but its transfer has ended"
                 assert prompt.grant is not None
                 self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))

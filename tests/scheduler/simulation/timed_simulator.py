@@ -13,7 +13,7 @@ from pdserve.memory.page_hashes import pack_short_hashes, page_hashes
 from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.messages.ranks import ChunkReport, OpenHot, ResizeHot, WriteBackRows
@@ -136,10 +136,7 @@ class TimedSimulator(Simulator):
         """Submit a prompt, with the hashes that the frontend would compute."""
         self.submitted.add(rid)
         sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
-        hashes = {
-            size: pack_short_hashes(page_hashes(prompt, size))
-            for size in self.decode.dispatcher.peers.hashed_page_sizes
-        }
+        hashes = {size: pack_short_hashes(page_hashes(prompt, size)) for size in self.decode.peers.hashed_page_sizes}
         submit = Submit(rid, prompt, sampling, endpoint, priority=priority, follows=follows, page_hashes=hashes)
         self.decode.handle(submit, self.now)
         self.act()
@@ -250,8 +247,8 @@ class TimedSimulator(Simulator):
     def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (memory contents are not tracked)
         results = [sampled(50)] * len(step.rows)
         for chunk in step.chunks:
-            alive = chunk.prompt.prompt.local is chunk.prompt
-            results.append(sampled(*[50] * chunk.prompt.prompt.samples) if chunk.last and alive else sampled())
+            alive = chunk.owner.prompt.local is chunk.owner
+            results.append(sampled(*[50] * chunk.owner.prompt.samples) if chunk.last and alive else sampled())
         self.decode.step_done(step.command_id, results, self.now)
 
     def _open_hot(self, opened: OpenHot) -> None:
@@ -277,7 +274,7 @@ class TimedSimulator(Simulator):
         super()._of_decode(effect)
         if not isinstance(effect, SendToPeer):
             return
-        for peer in self.decode.dispatcher.peers._peers.values():
+        for peer in self.decode.peers._peers.values():
             self.most_at_prefill = max(self.most_at_prefill, peer.window.own_tokens)
         if effect.instance in self.servers:
             server = self.servers[effect.instance]

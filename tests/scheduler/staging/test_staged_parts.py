@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
+from pdserve.scheduler.decode.rooms.staging import RankRing, StagedArrivals
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
@@ -59,7 +59,7 @@ class Decode:
             RankRing(self.ring, ALIGNMENT // 2),
         ]
         self.pages = PageAllocator[KvPage](4, first=10)
-        commands = CommandLog(self.pages)
+        commands = Holds(self.pages)
         self.staging = StagedArrivals(rings, 2, QUARANTINE_S, collections.Counter(), self.effects, commands)
         self.staging.peer_up(PREFILL, REGIONS)
         grant = self.pages.grant("prompt", 4)
@@ -149,15 +149,15 @@ def test_part_goes_from_request_to_free() -> None:
 
 def test_transfer_lands_when_the_last_part_of_all_writers_is_scattered() -> None:
     decode = Decode()
-    assert decode.staging.hold(DONE)
+    assert decode.staging.misses(KEY)
     parts = [part(0, 4), part(4, 8), part(0, 4, writer=1), part(4, 8, writer=1)]
     results = []
     for one in parts:
         decode.receive(StageArrived(one, decode.granted(one).region))
-        results.append(decode.staging.scattered(one))
+        decode.staging.scattered(one)
+        results.append(decode.staging.misses(KEY))
         decode.take()
-    assert results == [None, None, None, DONE]
-    assert not decode.staging.hold(DONE)
+    assert results == [True, True, True, False]
     decode.staging.close(KEY)
     decode.staging.check_integrity(idle=True)
 

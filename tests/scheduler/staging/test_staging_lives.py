@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
+from pdserve.scheduler.decode.rooms.staging import RankRing, StagedArrivals
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
@@ -154,7 +154,9 @@ class StagingLives(RuleBasedStateMachine):
         self.pages = PageAllocator[KvPage](MOST_TOKENS)
         self.pages.grant("all, so that transfers can share them", MOST_TOKENS)
         self.grants: dict[TransferKey, PageGrant[KvPage]] = {}
-        commands = CommandLog(self.pages)
+        commands = Holds(self.pages)
+        self.done: set[TransferKey] = set()
+        """Transfers of which prefill has written everything."""
         self.receiver = StagedArrivals(rings, 1, QUARANTINE_S, collections.Counter(), self.decode_effects, commands)
         self.memory: list[list[StagePart | None]] = [[None] * self.capacity for _ in range(RANKS)]
         self.scatters: dict[StagePart, PartScatter] = {}
@@ -304,8 +306,14 @@ class StagingLives(RuleBasedStateMachine):
         found = {self.memory[part.destination][unit] for unit in units(command.offset, command.size_bytes)}
         assert found == {part}, "the region holds the bytes of another part"
         self.scattered.add(part)
-        if self.receiver.scattered(part) is not None:
-            self.finish_transfer(part.key)
+        self.receiver.scattered(part)
+        if part.key in self.done:
+            self.finish_done(part.key)
+
+    def finish_done(self, key: TransferKey) -> None:
+        """Prefill has written everything: the transfer ends when it is all in its pages."""
+        if self.transfers[key].open and not self.receiver.misses(key):
+            self.finish_transfer(key)
 
     def finish_transfer(self, key: TransferKey) -> None:
         transfer = self.transfers[key]
@@ -420,8 +428,8 @@ class StagingLives(RuleBasedStateMachine):
                     self.receiver.writer_stopped(key, late_writes=late_writes, now=self.now)
                     self.close(key, tell=False)
                 case PrefillDone(key=key):
-                    if self.transfers[key].open and not self.receiver.hold(message):
-                        self.finish_transfer(key)
+                    self.done.add(key)
+                    self.finish_done(key)
                 case _:
                     raise AssertionError(message)
         elif instance in self.senders:

@@ -13,6 +13,7 @@ from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, 
 from pdserve.scheduler.store import kv_store
 from pdserve.scheduler.store.kv_store import BlockChain, KvStore, StoreLimits, root_of
 from pdserve.transfer.store.blocks import BLOCK_TOKENS
+from tests.scheduler.outboxes import take_all
 
 ROOT = root_of("a model")
 TOKENS = tuple(range(1000, 1000 + 12 * BLOCK_TOKENS))
@@ -30,8 +31,8 @@ class Server:
         limits = StoreLimits(ROOT, page_size, ranks, timeout_s=1.0)
         self.store: KvStore[str] = KvStore(limits, self.pages, self.cache, self.counters, self.outbox)
         if connect:
-            self.store.advance(0.0)
-            assert self.outbox.take_all() == [StorePing()]
+            self.store.send_next(0.0)
+            assert take_all(self.outbox) == [StorePing()]
             for rank in range(ranks):
                 self.store.handle(StorePinged(rank), 0.0)
 
@@ -45,8 +46,8 @@ class Server:
         return chain, inserted, grant
 
     def next_write(self) -> StoreWrite | None:
-        self.store.advance(0.0)
-        commands = self.outbox.take_all()
+        self.store.send_next(0.0)
+        commands = take_all(self.outbox)
         assert len(commands) <= 1
         command = commands[0] if commands else None
         assert command is None or isinstance(command, StoreWrite)
@@ -68,7 +69,7 @@ class Server:
         return begun
 
     def take_load(self) -> StoreLoad:
-        (command,) = self.outbox.take_all()
+        (command,) = take_all(self.outbox)
         assert isinstance(command, StoreLoad)
         return command
 
@@ -193,8 +194,8 @@ def test_nothing_is_sent_to_a_store_that_does_not_answer() -> None:
     server.insert(256)
     assert server.next_write() is None
     assert not server.load(256)
-    server.store.advance(2.0)
-    assert server.outbox.take_all() == [StorePing()]
+    server.store.send_next(2.0)
+    assert take_all(server.outbox) == [StorePing()]
     server.store.handle(StorePinged(0), 2.0)
     assert server.load(256)
 

@@ -14,6 +14,7 @@ from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, 
 from pdserve.scheduler.store import stored_blocks
 from pdserve.scheduler.store.kv_store import KvStore, StoreLimits, root_of
 from pdserve.transfer.store.blocks import BLOCK_TOKENS
+from tests.scheduler.outboxes import take_all
 
 MODEL = root_of("a model")
 ROOM = 400
@@ -72,8 +73,8 @@ class Server:
 
     def perform(self) -> None:
         """Carry out all commands. A store that is full refuses the blocks of the first rank."""
-        self.store.advance(1e9)
-        while commands := self.outbox.take_all():
+        self.store.send_next(1e9)
+        while commands := take_all(self.outbox):
             for command in commands:
                 for rank in range(2):
                     match command:
@@ -92,7 +93,7 @@ class Server:
                             self.store.handle(report, 0.0)
                         case _:
                             raise AssertionError(command)
-            self.store.advance(1e9)
+            self.store.send_next(1e9)
 
     def compute(self, tokens: tuple[int, ...]) -> None:
         """A sequence is computed, cached and written, in two parts."""

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
-from pdserve.models.config.model import ARCHITECTURES
 from pdserve.models.loading.catalog import GEOMETRIES, ModelSource, locate_geometry
+from pdserve.models.registry import FAMILIES
 from pdserve.server.cli import main
 from pdserve.server.plan.models import kv_token_bytes, listing, weight_bytes
 from pdserve.server.plan.options import GIB, GPU_GIB, Gpus, parse_gpus, parse_tokens
@@ -129,7 +129,8 @@ def test_models_are_listed_with_families_and_memory() -> None:
     out = io.StringIO()
     Console(width=80, file=out).print(listing())
     text = out.getvalue()
-    for name in (*ARCHITECTURES, *ARCHITECTURES.values(), "smollm2 (embedded)", "deepseek-v3.2", "glm-5"):
+    families = [name for family in FAMILIES for name in (family.name, family.architecture)]
+    for name in (*families, "smollm2 (embedded)", "deepseek-v3.2", "glm-5"):
         assert name in text
     (row,) = [line for line in text.splitlines() if line.startswith("qwen3-8b")]
     assert row.split() == ["qwen3-8b", "qwen3", "8.2", "B", "15.3", "GiB", "141", "MiB", "40,960"]

@@ -312,8 +312,13 @@ _HI = 257
         ([*b"\n"], " Hi"),
         ([_HI + 1], " Hi"),
         ([*"é".encode()[:1]], "Hi"),
+        ([_HI, *[10**6] * 1023], " Hi"),
+        ([_HI, *[10**6] * 1024], "Hi"),
     ],
-    ids=["nothing", "no token", "word", "word and no token", "byte", "space", "part of a character"],
+    ids=[
+        *("nothing", "no token", "word", "word and no token", "byte", "space", "part of a character"),
+        *("word and many others", "word and too many others"),
+    ],
 )
 def test_text_that_continues_another_keeps_its_first_space(
     byte_fallback: Tokenizer, before: list[int], expected: str

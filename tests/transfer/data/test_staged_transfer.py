@@ -10,8 +10,8 @@ from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.kv_pool import KvPool
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
+from pdserve.scheduler.decode.rooms.staging import RankRing, StagedArrivals
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
@@ -27,7 +27,6 @@ from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
     InstanceId,
     Pool,
-    PrefillDone,
     StageArrived,
     StageFree,
     StageGrant,
@@ -94,7 +93,7 @@ class StagedPair:
         grant = allocator.grant("prompt", 0, shared=[KvPage(page) for page in self.target_pages])
         assert grant is not None
         self.grant = grant
-        self.arrivals = StagedArrivals(rings, 7, 1.0, counters, self.effects, CommandLog(allocator))
+        self.arrivals = StagedArrivals(rings, 7, 1.0, counters, self.effects, Holds(allocator))
         self.arrivals.peer_up(PREFILL, regions)
         self.results: queue.Queue[SendResult] = queue.Queue()
         row = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, RING_BYTES, "uint8")
@@ -110,9 +109,8 @@ class StagedPair:
 
     def transfer(self, start: int) -> None:
         """Transfer tokens [start, TOKENS); every message is delivered at once."""
-        done = PrefillDone(KEY, (), TOKENS, 1, 0, 0, 0.0, 0.0, 0.0)
         self.arrivals.open(KEY, PREFILL, start, TOKENS, self.grant)
-        assert self.arrivals.hold(done)
+        assert self.arrivals.misses(KEY)
         self.sends.request((DECODE, KEY), start, TOKENS)
         # on a real server all ranks have the same page ids; here they are indices, which act() maps to ids of a rank
         self.sends.send(ChunkWrite(DECODE, KEY, start, TOKENS, list(range(len(self.source_pages[0]))), []))
@@ -152,7 +150,8 @@ class StagedPair:
                     layers=range(LAYERS),
                     heads=range(part.block.head_start, part.block.head_end),
                 )
-                if self.arrivals.scattered(part) is not None:
+                self.arrivals.scattered(part)
+                if not self.arrivals.misses(KEY):
                     self.landed = True
                     self.arrivals.close(KEY)
             case other:

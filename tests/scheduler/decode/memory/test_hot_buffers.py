@@ -8,7 +8,7 @@ import pytest
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers, HotLimits
 from tests.scheduler.simulation.simulator import NO_UNITS
 
@@ -19,7 +19,7 @@ LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4, overlay=NO
 def hot_buffers(limits: HotLimits) -> HotBuffers:
     """Buffers that can borrow nothing."""
     pages = PageAllocator[KvPage](1)
-    return HotBuffers(limits, pages, CommandLog(pages))
+    return HotBuffers(limits, pages, Holds(pages))
 
 
 def open_loaded(hot: HotBuffers, rid: str, tokens: int) -> HotBuffer:
@@ -111,7 +111,7 @@ def test_random_workloads_always_have_their_rows_and_release_everything(seed: in
     """Slots or pages are too few for four requests. With lending, prompts use the same memory and reclaim it."""
     draw, limits = random.Random(seed), dataclasses.replace(LIMITS, num_pages=11 if seed % 2 else 12)
     pages = PageAllocator[KvPage](30)
-    commands = CommandLog(pages)
+    commands = Holds(pages)
     prompts: list[PageGrant[KvPage]] = []
     if lends:
         limits = dataclasses.replace(limits, overlay=PoolOverlay.of(30, kv_page_bytes=2, hot_page_bytes=3))

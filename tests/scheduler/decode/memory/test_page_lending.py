@@ -10,13 +10,15 @@ import pytest
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.memory import request_memory
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.memory.prefix_cache import PrefixCache
+from pdserve.scheduler.decode.memory import hisparse_memory
+from pdserve.scheduler.decode.memory.hisparse_memory import HisparseMemory
+from pdserve.scheduler.decode.memory.holds import Holds
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
-from pdserve.scheduler.decode.memory.request_memory import RequestMemory
 from pdserve.scheduler.messages.effects import Outbox
 from pdserve.scheduler.messages.ranks import ResizeHot
 from tests.scheduler.simulation.simulator import PAGE_SIZE, Simulator
+from tests.scheduler.simulation.timed_simulator import decode_limits
 
 KV_PAGES, OWN_PAGES, SLOTS = 40, 9, 3
 OVERLAY = PoolOverlay.of(KV_PAGES, kv_page_bytes=2, hot_page_bytes=3)
@@ -28,9 +30,9 @@ class Pools:
 
     def __init__(self, own_pages: int = OWN_PAGES) -> None:
         self.pages = PageAllocator[KvPage](KV_PAGES)
-        self.commands = CommandLog(self.pages)
+        self.holds = Holds(self.pages)
         limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
-        self.hot = HotBuffers(limits, self.pages, self.commands)
+        self.hot = HotBuffers(limits, self.pages, self.holds)
         self.lending = self.hot.lending
 
     def check(self) -> None:
@@ -101,12 +103,12 @@ def test_returned_pages_are_free_after_the_commands_that_access_them() -> None:
     pools.hot.open("a", 36)
     assert pools.hot.largest_borrower() is None, "its rows are being copied"
     pools.hot.of("a").loading = False
-    first = pools.commands.next_id()
+    first = pools.holds.next_id()
     buffer = pools.hot.largest_borrower()
     assert buffer is not None
     pools.hot.shrink(buffer)
     assert (pools.pages.lent, pools.lending.borrowed, pools.lending.returning) == (9, 0, 9)
-    pools.commands.completed(first)
+    pools.holds.completed(first)
     assert (pools.pages.lent, pools.pages.available) == (0, KV_PAGES)
     assert pools.hot.largest_borrower() is None
     pools.hot.close("a")
@@ -155,7 +157,7 @@ def lending_simulator(stages: int = 1) -> Simulator:
 
 
 def running(simulator: Simulator, count: int) -> Callable[[], bool]:
-    return lambda: len(simulator.decode.run_queue.running) == count
+    return lambda: len(simulator.decode.rooms.batch.running) == count
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -254,7 +256,7 @@ def test_no_request_is_retracted_while_pages_are_lent(
     stages: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if a request finds no free page: here the margin is 0."""
-    monkeypatch.setattr(request_memory, "MARGIN_PAGES", 0)
+    monkeypatch.setattr(hisparse_memory, "MARGIN_PAGES", 0)
     simulator = Simulator(stages=stages, overlap=overlap, hot_pages=9, lends=True, prefix_cache=False)
     simulator.submit(20, 0, 61, 1, None, 0)
     simulator.submit(22, 1, 27, 1, None, 0)
@@ -269,8 +271,8 @@ def test_nothing_is_lent_while_a_request_waits_for_pages() -> None:
     outbox = Outbox()
     pages = PageAllocator[KvPage](KV_PAGES)
     limits = HotLimits(OWN_PAGES, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
-    memory = RequestMemory(pages, PAGE_SIZE, limits, outbox)
-    assert memory.hot is not None
+    cache = PrefixCache(pages, PAGE_SIZE)
+    memory = HisparseMemory(decode_limits(page_size=PAGE_SIZE), pages, cache, None, outbox, limits)
     assert pages.grant("running", 10) is not None
     assert pages.grant("waiting", KV_PAGES) is None
     assert not memory.reclaim_lent([])  # nothing is lent
@@ -291,14 +293,14 @@ def test_request_that_ends_before_its_first_step_returns_its_loan(wanted: bool) 
     """Its rows are being copied: its memory is released when the copy has ended."""
     simulator = lending_simulator()
     simulator.submit(22, 0, 13, 1, None, 0)
-    while not len(simulator.decode.memory.copies):
+    while not simulator.decode.memory.copies.in_flight:
         simulator.decode_turn()
         for move in (partial(simulator.deliver, up=False), simulator.prefill_turn, partial(simulator.deliver, up=True)):
             for which in range(2):
                 move(which)
                 simulator.end_write(which, ok=True, late=False)
     assert simulator.decode.pages.lent > 0
-    assert not len(simulator.decode.memory.commands)
+    assert simulator.decode.memory.holds.issued == simulator.decode.memory.holds._completed
     simulator.cancel(0, stopped=False)
     simulator.check()
     assert simulator.decode.pages.lent > 0, "the ranks are not done"

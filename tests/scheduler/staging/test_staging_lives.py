@@ -8,6 +8,7 @@ The simulator has a memory: writes change it while they run, and some change it 
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable
 
 from hypothesis import settings
@@ -88,6 +89,8 @@ class Write:
     instance: InstanceId
     ends_at: float | None = None
     """None while its engine runs; after a failure, the time when its last byte has landed or is lost."""
+    fails_at: float = math.inf
+    """When its engine gives up, because the connection of its server has ended."""
 
     @property
     def part(self) -> StagePart:
@@ -118,6 +121,10 @@ class Transfer:
     aborted_by_prefill: bool = False
     broken: bool = False
     """It was aborted, or a write of it failed. All other transfers must land."""
+
+
+def is_to(effect: Effect, instance: InstanceId) -> bool:
+    return isinstance(effect, SendToPeer) and effect.instance == instance
 
 
 def units(offset: int, size_bytes: int) -> range:
@@ -381,9 +388,12 @@ class StagingLives(RuleBasedStateMachine):
                 self.abort_on_prefill(transfer)
                 transfer.prefill_ended |= not transfer.sending
         self.receiver.peer_closed(instance, self.now)
+        for write in self.writes:
+            if write.instance == instance and self.is_current(write):
+                write.fails_at = min(write.fails_at, self.now + QUARANTINE_S)
         if not late:
             self.effects[instance].clear()
-            self.decode_effects.clear()
+            self.decode_effects[:] = [each for each in self.decode_effects if not is_to(each, instance)]
         self.connect(server)
 
     def restart_prefill(self, server: int) -> None:
@@ -413,6 +423,8 @@ class StagingLives(RuleBasedStateMachine):
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
+        for write in [write for write in self.writes if write.ends_at is None and write.fails_at <= self.now]:
+            self.finish_write(write, "failed")
         self.writes = [write for write in self.writes if write.ends_at is None or write.ends_at > self.now]
         self.receiver.due(self.now)
 

@@ -41,7 +41,7 @@ from rich.table import Table
 
 from benchmarks.pair import Load, difference
 from benchmarks.servers import free_port, write_model
-from pdserve.common.errors import PdserveError
+from pdserve.common.errors import PdserveError, StartupError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.models.loading.catalog import GEOMETRIES
 from pdserve.server.bench.report import BenchResult
@@ -140,11 +140,14 @@ def pair_config(model: Path, arm: Arm, scale: Scale) -> PairConfig:
 
 
 async def for_at_most(limit_s: float, load: Coroutine[Any, Any, BenchResult]) -> BenchResult:
-    """The load, ended after `limit_s`: a cancelled load returns its figures until then."""
+    """The load, ended after `limit_s`: a cancelled load returns its figures until then, if it has begun."""
     task = asyncio.ensure_future(load)
     await asyncio.wait([task], timeout=limit_s)
     task.cancel()
-    return await task
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise StartupError(f"the load had not begun after {limit_s:g} s") from None
 
 
 def run_arm(

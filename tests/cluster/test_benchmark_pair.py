@@ -33,7 +33,7 @@ def test_figures_of_a_staged_pair_and_of_one_without_staging(tmp_path: Path) -> 
 
 def test_a_load_that_takes_too_long_is_ended_and_its_requests_are_missed(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    arguments = ["--tiny", "--arms", "tcp-dep-staged", "--requests", "400", "--limit-s", "0.5", "--json", str(file)]
+    arguments = ["--tiny", "--arms", "tcp-dep-staged", "--requests", "400", "--limit-s", "2", "--json", str(file)]
     assert dep_pair.main(arguments) == 1
     load = json.loads(file.read_text())["arms"]["tcp-dep-staged"]["load"]
     assert load["missed"] == 400 - load["ok"] > 0

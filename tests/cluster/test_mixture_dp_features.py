@@ -30,7 +30,8 @@ LAYOUTS: dict[Layout, tuple[tuple[str, ...] | None, tuple[str, ...]]] = {
     "DEP alone": (None, (*DP2, "--local-prefill", "always")),
 }
 """Layouts of prefill and decode."""
-LONG_OUTPUT, CLIENTS = 80, 8
+LONG_OUTPUT, CLIENTS = 80, 14
+"""Of requests with one prompt, whose pages they share: seven on each of two ranks do not fit, four would."""
 BLOCK, TURN = 32, 220
 """Tokens of a block of the KV store; of a prompt, whose answer completes another block."""
 

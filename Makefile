@@ -94,6 +94,10 @@ faults: setup ## every fault in every state of a request, as a table; about an h
 soak: setup ## random traffic with random faults for MINUTES, 60 unless given; SEED=n replays the same faults
 	@$(FAULTS).soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0) $(ARGS)
 
+.PHONY: lives
+lives: setup ## COUNT random lives of simulated servers, 20000 unless given, checked after every event; half an hour
+	@PYTHONPATH=.dev:. $(BIN)/python -m tests.scheduler.simulation.lives --count $(or $(COUNT),20000) $(ARGS)
+
 .PHONY: overload
 overload: setup ## 20 times more clients than slots: goodput, waits and Retry-After; about eight minutes
 	@$(FAULTS).overload $(ARGS)

@@ -12,7 +12,7 @@ import collections
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -224,17 +224,28 @@ class PageAllocator(Generic[PageT]):
         """
         if not self.can_grant(pages + reserve, shared):
             return None
+        (grant,) = self.grant_each({owner: reserve}, pages, shared, freed)
+        return grant
+
+    def grant_each(
+        self, owners: Mapping[str, int], pages: int, shared: Sequence[PageT], freed: int = 0
+    ) -> list[PageGrant[PageT]]:
+        """A grant as above for each owner, with its reservation; there must be enough. The shared pages are counted in
+        one pass: one for each of 16 samples of a million tokens takes 0.1 s.
+        """
         holders = self._holders
         for page in shared:
             if not holders[page]:
                 assert page in self._idle, f"page {page} is free: it cannot be shared"
                 del self._idle[page]
-            holders[page] += 1
-        held = [*shared, *self._take(pages)]
-        grant = PageGrant(owner, [*held[:1] * freed, *held], reserve, freed=freed)
-        self._reserved += reserve
-        self._grants.add(grant)
-        return grant
+            holders[page] += len(owners)
+        grants: list[PageGrant[PageT]] = []
+        for owner, reserve in owners.items():
+            held = [*shared, *self._take(pages)]
+            grants.append(PageGrant(owner, [*held[:1] * freed, *held] if freed else held, reserve, freed=freed))
+            self._reserved += reserve
+        self._grants.update(grants)
+        return grants
 
     def can_grant(self, pages: int, shared: Sequence[PageT] = ()) -> bool:
         """Whether `pages` pages can be held or reserved in addition to `shared`, some of which may be idle."""

@@ -61,6 +61,26 @@ class PoolMachine(RuleBasedStateMachine):
             self.cache.insert(tokens, grant.pages, self.inserted[grant], end=end)
 
     @precondition(lambda self: self.requests)
+    @rule(data=st.data(), samples=st.integers(1, 3), reserve=st.integers(0, 2))
+    def sample(self, data: st.DataObject, samples: int, reserve: int) -> None:
+        """More sequences with the full pages of a request; each has a last page of its own."""
+        source = data.draw(st.sampled_from(list(self.requests)))
+        tokens = self.requests[source]
+        full = len(tokens) // PAGE_SIZE
+        own = -(-len(tokens) // PAGE_SIZE) - full
+        if samples * (own + reserve) > self.pages.available:
+            return
+        names = [f"sample {number}" for number in range(samples)]
+        grants = self.pages.grant_each(dict.fromkeys(names, reserve), own, source.pages[:full])
+        assert [grant.owner for grant in grants] == names
+        for grant in grants:
+            assert (grant.pages[:full], grant.reserved) == (source.pages[:full], reserve)
+            for page in grant.pages[full:]:
+                assert all(page not in other.pages for other in [*self.requests, *self.loans]), "a page that is in use"
+                self.content[page] = tuple(tokens)
+            self.requests[grant], self.inserted[grant] = [*tokens], InsertedPrefix()
+
+    @precondition(lambda self: self.requests)
     @rule(data=st.data(), token=st.integers(0, 1))
     def generate(self, data: st.DataObject, token: int) -> None:
         grant = data.draw(st.sampled_from(list(self.requests)))

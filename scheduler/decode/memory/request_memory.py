@@ -407,10 +407,11 @@ def reserve(
     if partial is not None and wanted + pages.idle_among([*cached, partial.page]) <= pages.available:
         copied = _granted(pages.grant(f"copy for prompt {prompt.prompt_id}", 0, shared=[partial.page]))
     grant = _granted(pages.grant(f"prompt {prompt.prompt_id}", count - begin, shared=cached, freed=first))
+    owners = [(request.rid, more) for request, more in zip(prompt.waiting, growth, strict=True)]
     members: list[PageGrant[KvPage]] = []
-    for request, more in zip(prompt.waiting, growth, strict=True):
-        shared = grant.pages[first:] if not members else grant.pages[first:full]
-        members.append(_granted(pages.grant(request.rid, count - first - len(shared), more, shared, first)))
+    for some, shared in ((owners[:1], grant.pages[first:]), (owners[1:], grant.pages[first:full])):
+        if some:
+            members += pages.grant_each(dict(some), count - first - len(shared), shared, first)
     partly = partial.tokens if partial is not None and copied is not None else 0
     unseen = first * page_size if not cached else 0
     return Reservation(grant, members, begin * page_size + partly, unseen, copied)

@@ -10,11 +10,6 @@ from tests.import_graph import ROOT
 PRODUCT = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs", "common")
 SHARED = {"weight", "slots", "format", "schemes", "noise", "plain"}
 """The files of models/weights/ that are no format."""
-KNOWN = {
-    "models/loading/weights.py": {"GgufCheckpoint", "GgufFormat"},  # a GGUF file has no config.json that could name it
-    "models/runner.py": set[str](),
-}
-"""What files outside may name."""
 OPERANDS = {"Fp8Matrix", "GroupScaled", "GgufBlocks", "GgufRows"}
 """What kernels read of them: the classes of operations, which only formats and operations name."""
 DISPATCHES = {
@@ -58,7 +53,7 @@ def test_only_formats_name_formats() -> None:
     for path in product():
         if path.parent != ROOT / "models/weights":
             named = names_in(ast.parse(path.read_text())) & classes
-            assert named <= KNOWN.get(place(path), set()), f"{place(path)} names {sorted(named)}"
+            assert not named, f"{place(path)} names {sorted(named)}"
 
 
 def test_only_formats_and_operations_name_operands() -> None:

@@ -19,12 +19,11 @@ from ..config.sharding import WHOLE, Shard
 from ..decoders.dense_parameters import DecoderParameters
 from ..decoders.latent_parameters import LatentParameters
 from ..decoders.rank_parameters import EMBEDDING, HEAD
-from ..formats.gguf_file import open_gguf
 from ..formats.json_fields import shown
 from ..formats.model_files import open_model_file, safetensors_header
 from ..registry import family_of
+from ..weights import gguf
 from ..weights.format import Checkpoint, Format, StoredCheckpoint, format_of
-from ..weights.gguf import GgufCheckpoint, GgufFormat
 from ..weights.slots import Slot
 from .catalog import WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors, safetensors_files
 
@@ -110,14 +109,13 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
-        return _gguf_checkpoint(source)
+        return gguf.open_file(source.path, _rotated_head(source.config))
     files, scheme = SafetensorsCheckpoint(source.path, source.config), source.config.scheme
     return files if scheme is None else format_of(scheme).open(scheme, files)
 
 
-def _gguf_checkpoint(source: ModelSource) -> GgufCheckpoint:
-    config = source.config
-    return GgufCheckpoint(open_gguf(source.path), config.head_dim if family_of(config).gguf_interleaved else None)
+def _rotated_head(config: ModelConfig) -> int | None:
+    return config.head_dim if family_of(config).gguf_interleaved else None
 
 
 def stored_format(source: ModelSource, load_format: LoadFormat) -> Format | None:
@@ -125,7 +123,9 @@ def stored_format(source: ModelSource, load_format: LoadFormat) -> Format | None
     that such a checkpoint usually has. None if there are none.
     """
     if source.format == "gguf":
-        return None if load_format == "dummy" else GgufFormat.of(_gguf_checkpoint(source))
+        if load_format == "dummy":
+            return None
+        return gguf.stored_in(gguf.open_file(source.path, _rotated_head(source.config)))
     if load_format == "dummy":
         return usual_format(source.config)
     scheme = source.config.scheme

@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -17,7 +18,7 @@ from ...kernels.gguf.interleaved import interleave
 from ...kernels.layer_stack.layer_stack import Linear
 from ...kernels.linear.swiglu import swiglu
 from ...memory.sizing import GIB
-from ..formats.gguf_file import GgufFile, GgufTensor
+from ..formats.gguf_file import GgufFile, GgufTensor, open_gguf
 from .format import Format, Matrix
 from .slots import Slot
 from .weight import Weight
@@ -156,11 +157,6 @@ class GgufFormat(Format):
     on_cpu = True
     tensors: Mapping[str, str]
 
-    @staticmethod
-    def of(checkpoint: GgufCheckpoint) -> "GgufFormat":
-        """The matrices in types that can stay as they are."""
-        return GgufFormat(None, {name: found for name, found in checkpoint.types.items() if found in PACKED_TYPES})
-
     def runs_on(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
@@ -191,3 +187,12 @@ class GgufFormat(Format):
         if device.type != "cpu":
             return super()._missing_kernels(device)
         return "they stay quantized with dtype = auto" if numba_computes() else "only the Numba kernels read them"
+
+
+def open_file(path: Path, rotated_head: int | None) -> GgufCheckpoint:
+    return GgufCheckpoint(open_gguf(path), rotated_head)
+
+
+def stored_in(checkpoint: GgufCheckpoint) -> Format:
+    """The format of the matrices in types that can stay as they are."""
+    return GgufFormat(None, {name: found for name, found in checkpoint.types.items() if found in PACKED_TYPES})

@@ -29,7 +29,7 @@ from tests.scheduler.simulation import random_workloads as workloads
 from tests.scheduler.simulation.joint_simulator import JointSimulator
 from tests.scheduler.simulation.simulator import Simulator
 from tests.scheduler.simulation.staged_simulator import StagedSimulator
-from tests.scheduler.simulation.store_simulator import StoreSimulator
+from tests.scheduler.simulation.store_simulator import BLOCK, StoreSimulator
 
 
 def pair(seed: int, steps: int) -> None:
@@ -68,7 +68,7 @@ def data_parallel(seed: int, steps: int) -> None:
 
 
 def store(seed: int, steps: int) -> None:
-    with mock.patch.multiple(kv_store, BLOCK_TOKENS=stored.BLOCK, LEAST_TOKENS=stored.BLOCK):
+    with mock.patch.multiple(kv_store, BLOCK_TOKENS=BLOCK, LEAST_TOKENS=BLOCK):
         simulator = StoreSimulator(seed, local_prefill="always", **random.Random(seed).choice(stored.MODES))
         workloads.run_workload(simulator, workloads.STORE_ACTIONS, seed, steps)
 
@@ -76,8 +76,8 @@ def store(seed: int, steps: int) -> None:
 def store_and_prefill(seed: int, steps: int) -> None:
     actions = {**workloads.ACTIONS, **workloads.STORE_ACTIONS, "deliver": 120, "flush": 40}
     with (
-        mock.patch.multiple(kv_store, BLOCK_TOKENS=stored.BLOCK, LEAST_TOKENS=stored.BLOCK),
-        mock.patch.object(transitions, "LEAST_TOKENS", stored.BLOCK),
+        mock.patch.multiple(kv_store, BLOCK_TOKENS=BLOCK, LEAST_TOKENS=BLOCK),
+        mock.patch.object(transitions, "LEAST_TOKENS", BLOCK),
         mock.patch.object(Placer, "_local_rate", return_value=400.0),
         mock.patch.object(Computing, "short_tokens", return_value=40),
     ):

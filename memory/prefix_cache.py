@@ -81,10 +81,10 @@ class PrefixCache:
     """The prefixes in the pages of one allocator. A disabled cache is always empty."""
 
     def __init__(
-        self, pages: PageAllocator[KvPage], page_size: int, *, enabled: bool = True, window: int | None = None
+        self, allocator: PageAllocator[KvPage], page_size: int, *, enabled: bool = True, window: int | None = None
     ) -> None:
         """`window` is the sliding window if all layers have one."""
-        self._pages = pages
+        self._allocator = allocator
         self._page_size = page_size
         self._window = window
         self._enabled = enabled
@@ -92,7 +92,7 @@ class PrefixCache:
         self._nodes: dict[KvPage, CachedPage] = {}
         self._flushes = 0
         self._listeners: tuple[CacheListener, ...] = ()
-        pages.on_evict = self._evicted
+        allocator.on_evict = self._evicted
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -190,7 +190,7 @@ class PrefixCache:
             if held and not node.cached:
                 node.page, node.cached = page, True
                 self._nodes[page] = node
-                self._pages.keep(page)
+                self._allocator.keep(page)
                 added.append(node)
             elif added:
                 self._report(added, inserted.pages - len(added))
@@ -225,7 +225,7 @@ class PrefixCache:
     def flush(self) -> int:
         """Remove all pages; those in use are freed when their requests end. Returns how many were cached."""
         for page in self._nodes:
-            self._pages.forget(page)
+            self._allocator.forget(page)
         count = len(self._nodes)
         self._nodes.clear()
         self._roots.clear()

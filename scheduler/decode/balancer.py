@@ -65,12 +65,12 @@ def rebalance(schedulers: Sequence[DecodeScheduler], now: float) -> set[int]:
 def _kv_tokens(scheduler: DecodeScheduler) -> int:
     """Tokens of KV that the requests of a scheduler have, and that the prompts will have that wait."""
     compiling = sum(prompt.tokens for prompt in scheduler.rooms.compiling)
-    return scheduler.pages.held * scheduler.limits.page_size + scheduler.waiting_tokens + compiling
+    return scheduler.allocator.held * scheduler.limits.page_size + scheduler.waiting_tokens + compiling
 
 
 def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0) -> bool:
     """Whether a scheduler has pages for all prompts in its queue and for this one, of which it has `cached` pages."""
-    limits, pages, queue = scheduler.limits, scheduler.pages, scheduler.rooms.queued
+    limits, allocator, queue = scheduler.limits, scheduler.allocator, scheduler.rooms.queued
     wanted = pages_needed(tokens, samples, tokens + limits.growth_tokens, limits.page_size, limits.window) - cached
     queued = pages_for(queue.tokens + len(queue) * (limits.growth_tokens + limits.page_size), limits.page_size)
-    return wanted + queued <= pages.available + pages.lent
+    return wanted + queued <= allocator.available + allocator.lent

@@ -50,7 +50,7 @@ class Placer:
     def __init__(self, resources: Resources, rooms: Rooms, peers: PrefillPeers) -> None:
         self._limits = resources.limits
         self._rates = resources.rates
-        self._pages = resources.pages
+        self._allocator = resources.allocator
         self._cache = resources.cache
         self._memory = resources.memory
         self._kv_store = resources.kv_store
@@ -73,7 +73,7 @@ class Placer:
 
     def can_compute(self, prompt: Prompt) -> bool:
         """Whether this server may and can compute a prompt for all its samples."""
-        return prompt.tokens <= self.largest_local and fits_to_compute(prompt, self._pages.num_pages, self._limits)
+        return prompt.tokens <= self.largest_local and fits_to_compute(prompt, self._allocator.num_pages, self._limits)
 
     def can_prefill(self, endpoint: str | None, tokens: int) -> bool:
         """Whether there is a server that may compute a prompt of `tokens` tokens for this endpoint."""
@@ -126,12 +126,14 @@ class Placer:
             if above is not None and prompt.priority <= above:
                 break
             is_local = placement.where == "local"
-            if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
+            if keep and self._allocator.available + self._allocator.lent < keep + self._most_pages(prompt):
                 break
             reservation = None
             if not is_local or self._memory.may_compute(prompt, shrink=True):
                 most = prompt.most_cached if is_local else prompt.tokens
-                reservation = reserve(prompt, self._pages, self._cache, self._limits, most_cached=most, local=is_local)
+                reservation = reserve(
+                    prompt, self._allocator, self._cache, self._limits, most_cached=most, local=is_local
+                )
             if reservation is None:
                 blocked.append(prompt)
                 continue
@@ -293,7 +295,9 @@ class Placer:
 
     def _room(self, prompt: Prompt) -> Literal["now", "later", "never"]:
         memory = self._memory
-        if prompt.tokens > memory.largest_prompt or not fits_to_compute(prompt, memory.pages.num_pages, self._limits):
+        if prompt.tokens > memory.largest_prompt or not fits_to_compute(
+            prompt, memory.allocator.num_pages, self._limits
+        ):
             return "never"
         return "now" if memory.may_compute(prompt, shrink=False) else "later"
 

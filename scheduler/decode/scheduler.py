@@ -94,7 +94,7 @@ class DecodeScheduler:
     def __init__(
         self,
         limits: DecodeLimits,
-        pages: PageAllocator[KvPage],
+        allocator: PageAllocator[KvPage],
         eos_token_ids: Iterable[int],
         hot_limits: HotLimits | None = None,
         rings: Sequence[RankRing] = (),
@@ -104,17 +104,19 @@ class DecodeScheduler:
         staging rings of the ranks, if any. With `store_limits` there is a KV store.
         """
         self.limits = limits
-        self.pages = pages
-        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
+        self.allocator = allocator
+        self.cache = PrefixCache(allocator, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
         self.kv_store: KvStore[LocalPrompt] | None = (
-            KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
+            KvStore(store_limits, allocator, self.cache, self.counters, self._outbox)
+            if store_limits is not None
+            else None
         )
-        uses = limits, pages, self.cache, self.kv_store, self._outbox
+        uses = limits, allocator, self.cache, self.kv_store, self._outbox
         self.memory = RequestMemory(*uses) if hot_limits is None else HisparseMemory(*uses, hot_limits)
         resources = Resources(
-            limits, pages, self.cache, self.memory, self.kv_store, counters=self.counters, outbox=self._outbox
+            limits, allocator, self.cache, self.memory, self.kv_store, counters=self.counters, outbox=self._outbox
         )
         self.rates = resources.rates
         self.peers = PrefillPeers(limits.dispatch)

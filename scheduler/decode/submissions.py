@@ -28,7 +28,7 @@ class Submissions:
     def __init__(self, resources: Resources, rooms: Rooms, placer: Placer, requests: Mapping[str, Request]) -> None:
         """`requests` are the open ones."""
         self._limits = resources.limits
-        self._num_pages = resources.pages.num_pages
+        self._num_pages = resources.allocator.num_pages
         self._rooms = rooms
         self._placer = placer
         self._requests = requests

@@ -112,6 +112,6 @@ def choose_for_prompt(schedulers: Sequence[PrefillScheduler], prompt: Sequence[i
     def key(number: int) -> tuple[int, int]:
         scheduler = schedulers[number]
         cached = len(scheduler.cache.match(prompt, len(prompt) - 1)) * scheduler.limits.page_size
-        return scheduler.waiting_tokens - cached, scheduler.pages.held
+        return scheduler.waiting_tokens - cached, scheduler.allocator.held
 
     return min(range(len(schedulers)), key=key)

@@ -80,11 +80,11 @@ def total_load(loads: Sequence[Load]) -> Load:
 
 
 def _gauges(scheduler: DecodeScheduler | PrefillScheduler) -> dict[str, float]:
-    pages = scheduler.pages
+    allocator = scheduler.allocator
     return {
-        "kv_pages": pages.num_pages,
-        "kv_pages_held": pages.held,
-        "kv_pages_available": pages.available,
+        "kv_pages": allocator.num_pages,
+        "kv_pages_held": allocator.held,
+        "kv_pages_available": allocator.available,
         **scheduler.gauges(),
     }
 

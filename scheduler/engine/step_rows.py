@@ -49,7 +49,7 @@ def prefill_row(chunk: Chunk[PrefillRequest]) -> StepRow:
     request, start, end = chunk
     destination = request.destination
     return _prompt_row(
-        request.prompt,
+        request.token_ids,
         start,
         end,
         request.granted.pages,

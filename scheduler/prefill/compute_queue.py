@@ -50,7 +50,7 @@ class ComputeQueue:
     def add(self, request: PrefillRequest) -> None:
         """Add a request that has its pages."""
         self._queue.add(request)
-        request.progress = self.prefixes.start(request.prompt, request.computed, request.priority)
+        request.progress = self.prefixes.start(request.token_ids, request.computed, request.priority)
 
     def remove(self, request: PrefillRequest) -> None:
         """Remove a request that is computed or has ended. Its chunks in steps in flight are ignored."""

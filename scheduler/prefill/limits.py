@@ -64,7 +64,7 @@ class PrefillLimits:
         length, destination = request.prompt_tokens, request.destination
         if not 1 <= length <= self.context_length:
             return f"prompt of {length} tokens is outside [1, {self.context_length}]"
-        if (token := _first_outside(request.prompt, self.vocab_size)) is not None:
+        if (token := _first_outside(request.token_ids, self.vocab_size)) is not None:
             return f"prompt has token id {token}, outside [0, {self.vocab_size})"
         if pages_for(length, self.page_size) > num_pages:
             return f"prompt of {length} tokens exceeds prefill's KV pool of {num_pages * self.page_size} tokens"

@@ -49,7 +49,7 @@ class PrefillRequest:
         self,
         instance: InstanceId,
         destination: KvDestination,
-        prompt: Sequence[int],
+        token_ids: Sequence[int],
         indices: list[int],
         now: float,
         hot_indices: list[int] | None = None,
@@ -60,7 +60,7 @@ class PrefillRequest:
     ) -> None:
         self.instance = instance
         self.destination = destination
-        self.prompt = prompt
+        self.token_ids = token_ids
         self.indices = indices
         self.hot_indices = hot_indices or []
         """Where its KV rows go, if that is the hot pool of a HiSparse server."""
@@ -173,7 +173,7 @@ class PrefillRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.prompt)
+        return len(self.token_ids)
 
 
 def prompt_sent(request: PrefillRequest, done: PrefillDone, traceparent: str) -> PromptSent:

@@ -68,28 +68,28 @@ class PrefillScheduler:
     def __init__(
         self,
         limits: PrefillLimits,
-        pages: PageAllocator[KvPage],
+        allocator: PageAllocator[KvPage],
         dp_rank: int = 0,
         store_limits: StoreLimits | None = None,
     ) -> None:
         """With `store_limits` there is a KV store."""
         self.limits = limits
-        self.pages = pages
-        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
+        self.allocator = allocator
+        self.cache = PrefixCache(allocator, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
         self._waiting: FairQueue[PrefillRequest] = FairQueue()
         self._computing = ComputeQueue(limits)
         self._expire_at = math.inf
         """No deadline passes before this time, so requests need not be scanned in every turn."""
         self._outbox = Outbox()
-        self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
+        self.reports = CacheReports(self.cache, limits.page_size, allocator.num_pages, dp_rank, self._outbox)
         self._compiling: GrammarQueue[PrefillRequest] = GrammarQueue(self._outbox)
         self.kv_store: KvStore[PrefillRequest] | None = None
         if store_limits is not None:
-            self.kv_store = KvStore(store_limits, pages, self.cache, self.counters, self._outbox)
+            self.kv_store = KvStore(store_limits, allocator, self.cache, self.counters, self._outbox)
         self._transitions = Transitions(
             limits,
-            pages,
+            allocator,
             self.counters,
             self._outbox,
             compiling=self._compiling,
@@ -266,10 +266,10 @@ class PrefillScheduler:
                 self._report_begun(request)
             # after every chunk: to insert a long prompt all at once would delay its first token by milliseconds
             grant = request.granted
-            self.cache.insert(request.prompt, grant.pages, request.inserted, end=end, freed=grant.freed)
+            self.cache.insert(request.token_ids, grant.pages, request.inserted, end=end, freed=grant.freed)
             self._computing.cached(request)
             if self.kv_store is not None and request.chain is not None:
-                self.kv_store.offer(request.chain, request.prompt, request.inserted)
+                self.kv_store.offer(request.chain, request.token_ids, request.inserted)
             self._transitions.free_unseen(request)
             if chunk.last:
                 request.first_tokens = result.drawn
@@ -336,7 +336,7 @@ class PrefillScheduler:
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for. Without requests and store copies, every page must be free."""
         holds_pages = self.requests or (self.kv_store is not None and self.kv_store.busy)
-        self.pages.check_integrity(idle=not holds_pages)
+        self.allocator.check_integrity(idle=not holds_pages)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class PrefillScheduler:
         if request.instance not in self._transitions.spaces:
             return refuse(reason="the decode server is not paired", retryable=True)
         problem = self.limits.describe_problem(
-            request, self._transitions.spaces[request.instance], self.pages.num_pages
+            request, self._transitions.spaces[request.instance], self.allocator.num_pages
         )
         return refuse(reason=problem, retryable=False) if problem is not None else None
 
@@ -412,24 +412,24 @@ class PrefillScheduler:
         because its logits give the first output token. Returns False if pages are short, or if the request waits for
         another one that computes its prefix now.
         """
-        if request.refused_at_chances == self.pages.chances:
+        if request.refused_at_chances == self.allocator.chances:
             return False
         most = request.prompt_tokens - 1
         logprobs = request.destination.logprobs
         if logprobs is not None and logprobs.start is not None and not request.destination.output_tokens:
             most = min(most, max(0, logprobs.start - 1))  # the first log-probability needs the logits before it
         first_sent = request.destination.prefix_tokens // self.limits.page_size
-        prefix = self.cache.match(request.prompt, most, first_sent)
+        prefix = self.cache.match(request.token_ids, most, first_sent)
         cached = len(prefix) * self.limits.page_size
-        request.awaited = self._computing.prefixes.find(request.prompt, cached, most, request.priority)
+        request.awaited = self._computing.prefixes.find(request.token_ids, cached, most, request.priority)
         if request.awaited is not None:
             self.counters["prefix_waits"] += 1
             return False
         freed = self.cache.first_needed(len(prefix), first_sent)
         pages = pages_for(request.prompt_tokens, self.limits.page_size)
-        grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix[freed:], freed=freed)
+        grant = self.allocator.grant(request.destination.rid, pages - len(prefix), shared=prefix[freed:], freed=freed)
         if grant is None:
-            request.refused_at_chances = self.pages.chances
+            request.refused_at_chances = self.allocator.chances
             return False
         request.grant = grant
         request.cached = cached

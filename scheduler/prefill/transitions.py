@@ -33,7 +33,7 @@ class Transitions:
     def __init__(
         self,
         limits: PrefillLimits,
-        pages: PageAllocator[KvPage],
+        allocator: PageAllocator[KvPage],
         counters: collections.Counter[str],
         outbox: Outbox,
         *,
@@ -51,7 +51,7 @@ class Transitions:
         self.leaving = False
         """The server accepts no requests any more."""
         self._limits = limits
-        self._pages = pages
+        self._allocator = allocator
         self._counters = counters
         self._outbox = outbox
         self._compiling = compiling
@@ -84,7 +84,7 @@ class Transitions:
             if self._store.load(
                 request,
                 request.chain,
-                request.prompt,
+                request.token_ids,
                 request.granted.pages,
                 cached=request.cached,
                 freed=request.granted.freed,
@@ -106,7 +106,7 @@ class Transitions:
             request.cached = tokens
             self._counters["store_tokens_loaded"] += request.stored
             grant = request.granted
-            self._cache.insert(request.prompt, grant.pages, request.inserted, end=tokens, freed=grant.freed)
+            self._cache.insert(request.token_ids, grant.pages, request.inserted, end=tokens, freed=grant.freed)
         self._compute(request, now)
 
     def _compute(self, request: PrefillRequest, now: float) -> None:
@@ -206,7 +206,7 @@ class Transitions:
         if request.unsent:
             end = min(end, min(request.unsent) // self._limits.page_size)
         if request.granted.freed < end:
-            self._pages.release(self._pages.split(request.granted, end))
+            self._allocator.release(self._allocator.split(request.granted, end))
 
     def _finish_if_sent(self, request: PrefillRequest, now: float) -> None:
         """End a request that is computed and sent."""
@@ -284,7 +284,7 @@ class Transitions:
         request.lifecycle.enter(PrefillState.CLOSED, now)
         del self.requests[request.ref]
         if request.grant is not None:
-            self._pages.release(request.grant)
+            self._allocator.release(request.grant)
             request.grant = None
 
     def reply(self, request: PrefillRequest, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:

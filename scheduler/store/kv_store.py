@@ -131,13 +131,13 @@ class KvStore(Generic[OwnerT]):
     def __init__(
         self,
         limits: StoreLimits,
-        pages: PageAllocator[KvPage],
+        allocator: PageAllocator[KvPage],
         cache: PrefixCache,
         counters: "collections.Counter[str]",
         outbox: Outbox,
     ) -> None:
         self._limits = limits
-        self._pages = pages
+        self._allocator = allocator
         self._cache = cache
         self._counters = counters
         self._outbox = outbox
@@ -151,7 +151,7 @@ class KvStore(Generic[OwnerT]):
         self._writing: _Write | None = None
         self._reports = Reports(limits.ranks)
         self._skipped = 0
-        self._most_held = max(1, pages.num_pages * limits.page_size // (MOST_SHARE * BLOCK_TOKENS))
+        self._most_held = max(1, allocator.num_pages * limits.page_size // (MOST_SHARE * BLOCK_TOKENS))
         for name in STORE_COUNTERS:
             counters[name] += 0
 
@@ -209,7 +209,7 @@ class KvStore(Generic[OwnerT]):
         last = first + len(blocks)
         loading, offset = pages_holding(pages, page_size, first * BLOCK_TOKENS, last * BLOCK_TOKENS)
         path = pages[freed : pages_for(last * BLOCK_TOKENS, page_size)]
-        grant = self._pages.grant("a load from the KV store", 0, shared=path)
+        grant = self._allocator.grant("a load from the KV store", 0, shared=path)
         assert grant is not None, "the owner holds these pages"
         self._numbers += 1
         self._loads[self._numbers] = _Load(owner, blocks, first, end, grant)
@@ -237,7 +237,7 @@ class KvStore(Generic[OwnerT]):
         if (reports := self._reports.add("load", report.number, report)) is None:
             return None
         load = self._loads.pop(report.number)
-        self._pages.release(load.grant)
+        self._allocator.release(load.grant)
         blocks = min(part.blocks for part in reports)
         if first_problem(reports) is None:
             self.stored.found(load.blocks[:blocks])
@@ -322,7 +322,7 @@ class KvStore(Generic[OwnerT]):
             return
         last = offer.first + count
         path = [cached.page for cached in offer.path[: pages_for(last * BLOCK_TOKENS, page_size)]]
-        grant = self._pages.grant("the KV store", 0, shared=path)
+        grant = self._allocator.grant("the KV store", 0, shared=path)
         if grant is None:
             self._drop(able)
             return
@@ -354,7 +354,7 @@ class KvStore(Generic[OwnerT]):
         if (reports := self._reports.add("write", report.number, report)) is None:
             return
         self._writing = None
-        self._pages.release(write.grant)
+        self._allocator.release(write.grant)
         if all(part.problem is None and not part.refused for part in reports):
             offer, last = write.offer, write.offer.first + len(command.blocks)
             self.stored.written(offer.chain.hashed(last), offer.first, offer.path)

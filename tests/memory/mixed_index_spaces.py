@@ -30,9 +30,9 @@ def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, holds: Holds, p
     CopyPage(1, request.pages[0], buffer.pages[0])  # type: ignore[arg-type]
     holds.release(request.grant)
     holds.release(buffer.grant)  # type: ignore[arg-type]
-    hot.pages.release(buffer.grant)
-    hot.pages.release(request.grant)  # type: ignore[arg-type]
-    hot.pages.grant("a", 1, shared=request.pages)  # type: ignore[arg-type]
+    hot.allocator.release(buffer.grant)
+    hot.allocator.release(request.grant)  # type: ignore[arg-type]
+    hot.allocator.grant("a", 1, shared=request.pages)  # type: ignore[arg-type]
     prefixes.insert((1, 2), buffer.pages)  # type: ignore[arg-type]
     request.pages.append(7)  # type: ignore[arg-type]
 
@@ -45,7 +45,7 @@ def lender(buffer: HotBuffer, loan: Loan, overlay: PoolOverlay, holds: Holds, ho
     overlay.local_pages(loan.grant.pages, overlay)  # type: ignore[arg-type]
     buffer.pages += overlay.local_pages(loan.hot_pages, overlay)  # type: ignore[arg-type]
     holds.release(loan.grant)
-    hot.pages.release(loan.grant)  # type: ignore[arg-type]
+    hot.allocator.release(loan.grant)  # type: ignore[arg-type]
 
 
 def rank(cache: HiSparseCache, slot: RequestSlot, hot_pages: list[HotPage], pages: list[KvPage]) -> None:

@@ -27,9 +27,9 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.size = 13
-        self.pages = PageAllocator[KvPage](self.size)
-        self.pages.divide(3)
-        self.cache = PrefixCache(self.pages, PAGE_SIZE)
+        self.allocator = PageAllocator[KvPage](self.size)
+        self.allocator.divide(3)
+        self.cache = PrefixCache(self.allocator, PAGE_SIZE)
         self.requests: dict[PageGrant[KvPage], list[int]] = {}
         self.inserted: dict[PageGrant[KvPage], InsertedPrefix] = {}
         self.loans: list[PageGrant[KvPage]] = []
@@ -43,11 +43,11 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.content[page] == tuple(tokens[: (index + 1) * PAGE_SIZE])
         wanted = -(-len(tokens) // PAGE_SIZE) - len(shared)
         revived = sum(1 for page in shared if all(page not in grant.pages for grant in self.requests))
-        fits = wanted + reserve + revived <= self.pages.available
-        lacking = wanted + reserve + revived - self.pages.available
-        grant = self.pages.grant("x", wanted, reserve, shared)
+        fits = wanted + reserve + revived <= self.allocator.available
+        lacking = wanted + reserve + revived - self.allocator.available
+        grant = self.allocator.grant("x", wanted, reserve, shared)
         assert (grant is not None) == fits
-        assert self.pages.take_shortfalls() == ([] if fits else [lacking])
+        assert self.allocator.take_shortfalls() == ([] if fits else [lacking])
         if grant is None:
             return
         assert grant.pages[: len(shared)] == shared
@@ -68,10 +68,10 @@ class PoolMachine(RuleBasedStateMachine):
         tokens = self.requests[source]
         full = len(tokens) // PAGE_SIZE
         own = -(-len(tokens) // PAGE_SIZE) - full
-        if samples * (own + reserve) > self.pages.available:
+        if samples * (own + reserve) > self.allocator.available:
             return
         names = [f"sample {number}" for number in range(samples)]
-        grants = self.pages.grant_each(dict.fromkeys(names, reserve), own, source.pages[:full])
+        grants = self.allocator.grant_each(dict.fromkeys(names, reserve), own, source.pages[:full])
         assert [grant.owner for grant in grants] == names
         for grant in grants:
             assert (grant.pages[:full], grant.reserved) == (source.pages[:full], reserve)
@@ -86,11 +86,13 @@ class PoolMachine(RuleBasedStateMachine):
         grant = data.draw(st.sampled_from(list(self.requests)))
         tokens = self.requests[grant]
         if len(tokens) == len(grant.pages) * PAGE_SIZE:
-            reserved, available = grant.reserved, self.pages.available
-            grown = self.pages.grow(grant)
-            assert self.pages.take_shortfalls() == ([] if grown else [1])
+            reserved, available = grant.reserved, self.allocator.available
+            grown = self.allocator.grow(grant)
+            assert self.allocator.take_shortfalls() == ([] if grown else [1])
             assert grown == (reserved > 0 or available > 0)
-            assert self.pages.available == available - (grown and not reserved), "a reserved page is not counted twice"
+            assert self.allocator.available == available - (grown and not reserved), (
+                "a reserved page is not counted twice"
+            )
             if not grown:
                 return
         tokens.append(token)
@@ -104,18 +106,18 @@ class PoolMachine(RuleBasedStateMachine):
         inserted = self.inserted.pop(grant)
         if remember:
             self.cache.insert(tokens, grant.pages, inserted)
-        self.pages.release(grant)
+        self.allocator.release(grant)
 
     @rule(units=st.integers(1, 3), keep=st.integers(0, 3))
     def lend(self, units: int, keep: int) -> None:
         taken = {page for grant in [*self.requests, *self.loans] for page in grant.pages}
-        free = {page for page in range(self.size) if page not in taken} - set(self.pages._idle)
+        free = {page for page in range(self.size) if page not in taken} - set(self.allocator._idle)
         whole = [unit for unit in range(self.size // 3) if {*range(3 * unit, 3 * unit + 3)} <= free]
         reserved = sum(grant.reserved for grant in self.requests)
         most = max(0, min(len(whole), (len(free) - reserved - keep) // 3))
-        assert self.pages.lendable(keep) == most
+        assert self.allocator.lendable(keep) == most
         if units <= most:
-            loan = self.pages.lend("y", units)
+            loan = self.allocator.lend("y", units)
             assert loan.pages == [page for unit in whole[-units:] for page in range(3 * unit, 3 * unit + 3)]
             self.loans.append(loan)
 
@@ -124,29 +126,29 @@ class PoolMachine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         loan = data.draw(st.sampled_from(self.loans))
         self.loans.remove(loan)
-        self.pages.release(loan)
+        self.allocator.release(loan)
 
     @rule()
     def flush(self) -> None:
         self.cache.flush()
         assert len(self.cache) == 0
-        assert len(self.pages._idle) == 0
+        assert len(self.allocator._idle) == 0
 
     @invariant()
     def counts_of_pages_are_correct(self) -> None:
-        self.pages.check_integrity(idle=not self.requests and not self.loans)
+        self.allocator.check_integrity(idle=not self.requests and not self.loans)
         held = {page for grant in self.requests for page in grant.pages}
         lent = {page for loan in self.loans for page in loan.pages}
         reserved = sum(grant.reserved for grant in self.requests)
         assert not held & lent
-        assert self.pages.held == len(held)
-        assert self.pages.lent == len(lent)
-        assert self.pages.available == self.size - len(held) - len(lent) - reserved
+        assert self.allocator.held == len(held)
+        assert self.allocator.lent == len(lent)
+        assert self.allocator.available == self.size - len(held) - len(lent) - reserved
 
     def teardown(self) -> None:
         for grant in [*self.requests, *self.loans]:
-            self.pages.release(grant)
-        everything = self.pages.grant("all", self.size)
+            self.allocator.release(grant)
+        everything = self.allocator.grant("all", self.size)
         assert everything is not None, "cached pages were not evicted for a grant"
         assert len(self.cache) == 0
 

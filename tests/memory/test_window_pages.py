@@ -54,15 +54,15 @@ class Cached:
     """A pool and its prefix cache, with one sequence that holds six pages."""
 
     def __init__(self, num_pages: int = 6) -> None:
-        self.pages = PageAllocator[KvPage](num_pages)
-        self.cache = PrefixCache(self.pages, PAGE, window=WINDOW)
+        self.allocator = PageAllocator[KvPage](num_pages)
+        self.cache = PrefixCache(self.allocator, PAGE, window=WINDOW)
         self.listener = Listener()
         self.cache.listen(self.listener)
         self.inserted = InsertedPrefix()
         self.grant = self.take("sequence", 6)
 
     def take(self, owner: str, pages: int) -> PageGrant[KvPage]:
-        grant = self.pages.grant(owner, pages)
+        grant = self.allocator.grant(owner, pages)
         assert grant is not None
         return grant
 
@@ -70,8 +70,8 @@ class Cached:
         self.cache.insert(TOKENS, self.grant.pages, self.inserted, end=end, freed=self.grant.freed)
 
     def free(self, end: int) -> None:
-        self.pages.release(self.pages.split(self.grant, end))
-        self.pages.check_integrity()
+        self.allocator.release(self.allocator.split(self.grant, end))
+        self.allocator.check_integrity()
 
     def found(self, most_tokens: int = len(TOKENS), needed_from: int | None = None) -> int:
         """The number of tokens that match; the pages of the match that are needed are those of the sequence."""
@@ -85,7 +85,7 @@ def test_prefix_matches_while_the_pages_that_its_next_token_sees_are_cached() ->
     cached = Cached()
     cached.insert()
     cached.free(4)
-    assert (cached.pages.held, len(cached.pages._idle), cached.found()) == (2, 4, 24)
+    assert (cached.allocator.held, len(cached.allocator._idle), cached.found()) == (2, 4, 24)
     other = cached.take("other", 2)  # evicts the last two of the four freed pages
     assert len(cached.cache) == len(cached.listener.cached) == 4
     assert cached.found() == 24, "the token after six pages sees only the last two"
@@ -95,7 +95,7 @@ def test_prefix_matches_while_the_pages_that_its_next_token_sees_are_cached() ->
     assert cached.found(most_tokens=20) == 0, "the token after five pages sees pages 3 and 4"
     assert cached.found(needed_from=0) == 0, "an earlier page has to be sent"
     for grant in (cached.grant, other, more):
-        cached.pages.release(grant)
+        cached.allocator.release(grant)
     assert cached.found(most_tokens=20) == 0
     cached.take("all", 6)
     assert (len(cached.cache), cached.listener.cached, cached.cache._roots) == (0, set(), {})
@@ -120,9 +120,9 @@ def test_later_pages_of_a_sequence_are_cached_after_its_first_ones_were_evicted(
     cached.insert()
     assert cached.listener.cached == {2, 3, 4, 5}
     assert cached.found() == 24
-    cached.pages.release(other)
-    cached.pages.release(cached.grant)
-    cached.pages.check_integrity(idle=True)
+    cached.allocator.release(other)
+    cached.allocator.release(cached.grant)
+    cached.allocator.check_integrity(idle=True)
 
 
 def test_page_is_cached_again_by_another_sequence() -> None:
@@ -134,9 +134,9 @@ def test_page_is_cached_again_by_another_sequence() -> None:
     cached.cache.insert(TOKENS, other.pages, end=16)
     assert cached.listener.cached == {0, 1, 2, 3, 4, 5}
     assert len(cached.cache.match(TOKENS, 16)) == 4
-    cached.pages.release(other)
-    cached.pages.release(cached.grant)
-    cached.pages.check_integrity(idle=True)
+    cached.allocator.release(other)
+    cached.allocator.release(cached.grant)
+    cached.allocator.check_integrity(idle=True)
 
 
 def test_listener_added_later_gets_only_cached_pages() -> None:

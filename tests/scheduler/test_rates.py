@@ -81,7 +81,7 @@ def test_prefill_rate_counts_computed_and_not_cached_tokens() -> None:
 
 def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
     scheduler = DecodeScheduler(decode_limits(ranks=2), PageAllocator[KvPage](9), ())
-    grant = scheduler.pages.grant("saved", 3)
+    grant = scheduler.allocator.grant("saved", 3)
     assert grant is not None
     copy = scheduler.memory.copies.begin("save", Mock(), grant)
     copy.pages = 3

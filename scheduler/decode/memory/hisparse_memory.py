@@ -37,14 +37,14 @@ class HisparseMemory(RequestMemory):
     def __init__(
         self,
         limits: DecodeLimits,
-        pages: PageAllocator[KvPage],
+        allocator: PageAllocator[KvPage],
         cache: PrefixCache,
         kv_store: KvStore[LocalPrompt] | None,
         outbox: Outbox,
         hot_limits: HotLimits,
     ) -> None:
-        super().__init__(limits, pages, cache, kv_store, outbox)
-        self.hot = HotBuffers(hot_limits, pages, self.holds)
+        super().__init__(limits, allocator, cache, kv_store, outbox)
+        self.hot = HotBuffers(hot_limits, allocator, self.holds)
 
     @property
     def largest_prompt(self) -> float:
@@ -140,26 +140,26 @@ class HisparseMemory(RequestMemory):
         or fewer pages are free than the margin of the `running` requests. Returns whether more pages are free now. If
         commands are in flight, the pages become free when these are done.
         """
-        hot, pages = self.hot, self.pages
+        hot, allocator = self.hot, self.allocator
         lending = hot.lending
-        shortfalls = pages.take_shortfalls()
+        shortfalls = allocator.take_shortfalls()
         lending.allowed = not shortfalls
-        if lending.borrowed or pages.lendable(0):
+        if lending.borrowed or allocator.lendable(0):
             lending.margin = sum(min(MARGIN_PAGES, self.unreserved_growth(request)) for request in running)
         else:  # nothing to lend: skip the sum, which would run in every turn
             lending.margin = MARGIN_PAGES * hot.limits.slots
-        before = pages.available
-        wanted = max((shortfall for shortfall in shortfalls if shortfall <= pages.lent), default=0)
+        before = allocator.available
+        wanted = max((shortfall for shortfall in shortfalls if shortfall <= allocator.lent), default=0)
         wanted = max(wanted, lending.margin - before if lending.borrowed else 0) - lending.returning
         while wanted > 0 and (buffer := hot.largest_borrower()) is not None:
             wanted -= buffer.borrowed
             hot.shrink(buffer)
             self._outbox.append(_resized(buffer))
-        return pages.available > before
+        return allocator.available > before
 
     def _begin_copy(self, kind: CopyKind, owner: CopyOwner, grant: PageGrant[KvPage] | None, buffer: HotBuffer) -> Copy:
         assert grant is not None, f"a copy of {owner} without pages"
-        self.hot.pages.hold(buffer.grant)
+        self.hot.allocator.hold(buffer.grant)
         return self.copies.begin(kind, owner, self.holds.hold(grant), buffer)
 
     def grow(self, request: Request) -> bool:

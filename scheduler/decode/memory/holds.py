@@ -34,8 +34,8 @@ class Quarantined:
 class Holds:
     """Commands in flight and quarantined pages."""
 
-    def __init__(self, pages: PageAllocator[KvPage], quarantine_s: float = 0.0) -> None:
-        self._pages = pages
+    def __init__(self, allocator: PageAllocator[KvPage], quarantine_s: float = 0.0) -> None:
+        self._allocator = allocator
         self._quarantine_s = quarantine_s
         self.issued = 0
         """The `command_id` of the last command that was sent."""
@@ -63,7 +63,7 @@ class Holds:
 
     def hold(self, grant: PageGrant[KvPage]) -> PageGrant[KvPage]:
         """Another user of these pages, which calls `release` when it has stopped."""
-        self._pages.hold(grant)
+        self._allocator.hold(grant)
         return grant
 
     def release(self, grant: PageGrant[KvPage]) -> None:
@@ -71,7 +71,7 @@ class Holds:
         if grant.users == 1 and self.issued > self._completed:
             self._pending.append((self.issued, grant))
         else:
-            self._pages.release(grant)
+            self._allocator.release(grant)
 
     # -- commands, in order --------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Holds:
         assert command_id <= self.issued, f"command {command_id} is done, but only {self.issued} were sent"
         self._completed = max(self._completed, command_id)
         while self._pending and self._pending[0][0] <= self._completed:
-            self._pages.release(self._pending.popleft()[1])
+            self._allocator.release(self._pending.popleft()[1])
 
     # -- remote writers, until they have stopped -----------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class HotBuffers:
         self._holds = holds
         self._released_at = 0
         """The last command that may access a hot page that is free now."""
-        self.pages = PageAllocator[HotPage](limits.num_pages, limits.overlay.covered)
+        self.allocator = PageAllocator[HotPage](limits.num_pages, limits.overlay.covered)
         self.lending = PageLending(kv_pages, limits.overlay, holds)
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[HotOwner, HotBuffer] = {}
@@ -139,7 +139,7 @@ class HotBuffers:
         `coming` requests, which have no buffer yet, and one page for the next rows of each fully resident request.
         """
         wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.fully_resident
-        return max(0, self.pages.available - wanted) + self.lending.room
+        return max(0, self.allocator.available - wanted) + self.lending.room
 
     @property
     def free_slots(self) -> int:
@@ -201,7 +201,7 @@ class HotBuffers:
         pages = len(buffer.pages)
         if not buffer.unsaved or tokens <= pages * self.limits.page_size or pages < self.limits.buffer_pages:
             return False
-        return not buffer.spare and not self.pages.available and not self.lending.room
+        return not buffer.spare and not self.allocator.available and not self.lending.room
 
     def worth_reopening(self, rid: str, tokens: int, room: int) -> bool:
         """Whether an evicting request of `tokens` tokens should become fully resident: it has fetched about as many
@@ -244,7 +244,7 @@ class HotBuffers:
         """Make a fully resident buffer evicting: keep its first pages and return what it has borrowed."""
         assert not buffer.unsaved, f"rows of {buffer.owner} are not in host memory"
         self._note_release()
-        self.pages.give_back(buffer.grant, self._beyond_first(buffer))
+        self.allocator.give_back(buffer.grant, self._beyond_first(buffer))
         del buffer.pages[self.limits.buffer_pages :]
         self._give_back(buffer)
         if buffer.evicting_since is None:
@@ -257,7 +257,7 @@ class HotBuffers:
         """
         buffer = self._buffers.pop(owner, None)
         if buffer is not None and buffer.grant.users > 1:
-            self.pages.release(buffer.grant)
+            self.allocator.release(buffer.grant)
             self._copied_last.append(buffer)
         elif buffer is not None:
             assert not buffer.loading, f"the hot buffer of {owner} is being written"
@@ -268,7 +268,7 @@ class HotBuffers:
         """The copy that held this buffer has ended."""
         buffer.loading = buffer.unsaved = False
         if buffer.grant.users > 1:
-            self.pages.release(buffer.grant)
+            self.allocator.release(buffer.grant)
         elif buffer in self._copied_last:
             self._copied_last.remove(buffer)
             self._release(buffer)
@@ -287,11 +287,11 @@ class HotBuffers:
     def release_quarantined(self, grant: PageGrant[HotPage]) -> None:
         """The writer of these pages, or a copy that held them, has stopped."""
         self._note_release()
-        self.pages.release(grant)
+        self.allocator.release(grant)
 
     def _release(self, buffer: HotBuffer) -> None:
         self._note_release()
-        self.pages.release(buffer.grant)
+        self.allocator.release(buffer.grant)
         self._give_back(buffer)
         self._free_slots.append(buffer.slot)
 
@@ -307,7 +307,7 @@ class HotBuffers:
         loans = [loan for buffer in self._buffers.values() for loan in buffer.loans]
         return {
             "hot_pages": self.limits.num_pages,
-            "hot_pages_available": self.pages.available,
+            "hot_pages_available": self.allocator.available,
             "hot_pages_borrowed": sum(len(loan.hot_pages) for loan in loans),
             "hot_buffers": len(self),
             "hot_buffers_resident": self.fully_resident,
@@ -316,7 +316,7 @@ class HotBuffers:
 
     def check_integrity(self, *, idle: bool) -> None:
         """Raise PageLeakError unless every hot page is accounted for."""
-        self.pages.check_integrity(idle=idle)
+        self.allocator.check_integrity(idle=idle)
         buffers = [*self._buffers.values(), *self._copied_last]
         slots = sorted([*self._free_slots, *(buffer.slot for buffer in buffers)])
         assert slots == list(range(self.limits.slots)), f"request slots are {slots}"
@@ -331,12 +331,12 @@ class HotBuffers:
     @property
     def _unneeded(self) -> int:
         """Free pages of the hot pool beyond the first pages of all free slots."""
-        return max(0, self.pages.available - len(self._free_slots) * self.limits.buffer_pages)
+        return max(0, self.allocator.available - len(self._free_slots) * self.limits.buffer_pages)
 
     def _has_room(self, pages: int, *, shrink: bool = True) -> bool:
         """Whether a slot and this many pages of the hot pool are free, or would be if buffers shrank."""
         spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values()) if shrink else 0
-        return bool(self._free_slots) and self.pages.available + spare >= pages
+        return bool(self._free_slots) and self.allocator.available + spare >= pages
 
     def _allocate(self, owner: HotOwner, pages: int, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
         """Allocate a buffer with `pages` pages of the hot pool, and reserve the rest of its first pages. Returns it
@@ -345,7 +345,7 @@ class HotBuffers:
         reserve = max(0, self.limits.buffer_pages - pages)
         shrunk = self._free_pages(pages + reserve)
         name = owner if isinstance(owner, str) else f"prompt {owner}"
-        grant = self.pages.grant(name, pages, reserve=reserve)
+        grant = self.allocator.grant(name, pages, reserve=reserve)
         assert grant is not None, f"no {pages} + {reserve} hot pages for {name}"
         buffer = HotBuffer(owner, self._free_slots.pop(), grant, list(grant.pages), tokens)
         self._buffers[owner] = buffer
@@ -354,7 +354,7 @@ class HotBuffers:
     def _free_pages(self, count: int) -> list[HotBuffer]:
         """Shrink the largest buffers until this many pages of the hot pool are free; returns them."""
         shrunk: list[HotBuffer] = []
-        while self.pages.available < count:
+        while self.allocator.available < count:
             largest = max(self._buffers.values(), key=self._beyond_first)
             assert self._beyond_first(largest), f"no {count} pages for a hot buffer"
             self.shrink(largest)
@@ -367,7 +367,7 @@ class HotBuffers:
         """
         missing = count - min(count, len(buffer.spare))
         room = self.lending.room
-        if missing > self.pages.available + room:
+        if missing > self.allocator.available + room:
             return False
         borrowed = min(max(0, missing - self._unneeded), room)
         buffer.pages += [buffer.spare.pop() for _ in range(count - missing)]
@@ -381,7 +381,7 @@ class HotBuffers:
 
     def _take_own(self, buffer: HotBuffer, count: int) -> None:
         for _ in range(count):
-            grown = self.pages.grow(buffer.grant)
+            grown = self.allocator.grow(buffer.grant)
             assert grown, f"no hot page for {buffer.owner}, although one was available"
             buffer.pages.append(buffer.grant.pages[-1])
 

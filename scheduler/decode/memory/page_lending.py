@@ -27,12 +27,12 @@ class Loan:
 class PageLending:
     """Lends free pages, except for reserved ones and for twice the `margin`."""
 
-    def __init__(self, pages: PageAllocator[KvPage], overlay: PoolOverlay, holds: Holds) -> None:
-        self._pages = pages
+    def __init__(self, allocator: PageAllocator[KvPage], overlay: PoolOverlay, holds: Holds) -> None:
+        self._allocator = allocator
         self._overlay = overlay
         self._holds = holds
         if overlay.count:
-            pages.divide(overlay.kv_pages)
+            allocator.divide(overlay.kv_pages)
         self.allowed = True
         """False while a request waits for pages: free pages are for it."""
         self.margin = 0
@@ -43,18 +43,18 @@ class PageLending:
     @property
     def returning(self) -> int:
         """Pages that were returned and that commands in flight may still access."""
-        return self._pages.lent - self.borrowed
+        return self._allocator.lent - self.borrowed
 
     @property
     def room(self) -> int:
         """Hot pages that can be borrowed. Twice the margin stays free: if only the margin did, the next page that a
         request takes would already make us reclaim the loan.
         """
-        return self._pages.lendable(2 * self.margin) * self._overlay.hot_pages if self.allowed else 0
+        return self._allocator.lendable(2 * self.margin) * self._overlay.hot_pages if self.allowed else 0
 
     def borrow(self, owner: str, hot_pages: int) -> Loan:
         """Lend at least `hot_pages` hot pages, in whole units. `room` has to be large enough."""
-        grant = self._pages.lend(f"hot buffer of {owner}", pages_for(hot_pages, self._overlay.hot_pages))
+        grant = self._allocator.lend(f"hot buffer of {owner}", pages_for(hot_pages, self._overlay.hot_pages))
         self.borrowed += len(grant.pages)
         return Loan(grant, self._overlay.hot_pages_under(grant.pages))
 

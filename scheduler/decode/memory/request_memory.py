@@ -35,14 +35,14 @@ class RequestMemory:
     def __init__(
         self,
         limits: DecodeLimits,
-        pages: PageAllocator[KvPage],
+        allocator: PageAllocator[KvPage],
         cache: PrefixCache,
         kv_store: KvStore[LocalPrompt] | None,
         outbox: Outbox,
     ) -> None:
-        self.pages = pages
+        self.allocator = allocator
         self.copies = BackgroundCopies()
-        self.holds = Holds(pages, limits.quarantine_s)
+        self.holds = Holds(allocator, limits.quarantine_s)
         self.inserts = PrefixInserts(self.holds, cache, kv_store, limits.page_size)
         self.write_backs: list[WriteBackRows] = []
         """Commands that `send_write_backs` will send (HiSparse)."""
@@ -68,7 +68,7 @@ class RequestMemory:
         if self._window is None:
             return math.inf
         growth = most_visible_pages(self._window, self._page_size) - 1
-        return max(0, self.pages.num_pages - growth) * self._page_size
+        return max(0, self.allocator.num_pages - growth) * self._page_size
 
     def may_compute(self, prompt: Prompt, *, shrink: bool) -> bool:  # noqa: ARG002
         """Whether a prompt that has its pages can be computed here: with HiSparse, whether it can get a hot buffer.
@@ -108,10 +108,10 @@ class RequestMemory:
         unseen = 0 if self._window is None else self.first_visible(tokens - 1)
         while len(grant.pages) * self._page_size < tokens:
             # steps access the pages of a request in order, so the next step may overwrite a page that earlier ones read
-            if grant.freed < unseen and self.pages.reuse_first(grant):
+            if grant.freed < unseen and self.allocator.reuse_first(grant):
                 continue
             self._free(grant, unseen)
-            if not self.pages.grow(grant):
+            if not self.allocator.grow(grant):
                 return False
         if grant.freed < unseen:
             self._free(grant, unseen)
@@ -178,7 +178,7 @@ class RequestMemory:
     def _free(self, grant: PageGrant[KvPage], end: int) -> None:
         """Release the pages of a grant before page `end`, when all commands sent so far are done."""
         if grant.freed < end:
-            self.holds.release(self.pages.split(grant, end))
+            self.holds.release(self.allocator.split(grant, end))
 
     # -- retraction ----------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class RequestMemory:
         most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
         first = self.first_visible(request.kv_tokens)
         growth = growth_pages(request.saved_pages, first, most_tokens, self._page_size, self._window)
-        grant = request.grant = self.pages.grant(request.rid, request.saved_pages, growth, freed=first)
+        grant = request.grant = self.allocator.grant(request.rid, request.saved_pages, growth, freed=first)
         if grant is None:
             return False
         copy = self.copies.begin("restore", request, self.holds.hold(grant))
@@ -304,7 +304,7 @@ class RequestMemory:
 
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:  # noqa: ARG002
         """Raise PageLeakError or AssertionError unless all memory is accounted for."""
-        self.pages.check_integrity(idle=idle)
+        self.allocator.check_integrity(idle=idle)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ def growth_pages(held: int, first: int, kv_tokens: int, page_size: int, window: 
 
 def reserve(
     prompt: Prompt,
-    pages: PageAllocator[KvPage],
+    allocator: PageAllocator[KvPage],
     cache: PrefixCache,
     limits: DecodeLimits,
     *,
@@ -385,7 +385,7 @@ def reserve(
     """
     page_size, window = limits.page_size, limits.window
     samples, last = len(prompt.waiting), prompt.refusal
-    if last is not None and last[1:] == (samples, pages.chances) and not pages.can_grant(last.pages):
+    if last is not None and last[1:] == (samples, allocator.chances) and not allocator.can_grant(last.pages):
         return None
     prefix = cache.match(prompt.token_ids, most_cached)
     count, full = pages_for(prompt.tokens, page_size), prompt.tokens // page_size
@@ -398,20 +398,20 @@ def reserve(
     copies = (count - full) * (samples - 1)
     # count everything before taking anything: a grant evicts cached pages, which would be lost if another grant fails
     wanted = count - begin + copies + sum(growth)
-    if not pages.can_grant(wanted, cached):
-        prompt.refusal = Refusal(wanted + pages.idle_among(cached), samples, pages.chances)
+    if not allocator.can_grant(wanted, cached):
+        prompt.refusal = Refusal(wanted + allocator.idle_among(cached), samples, allocator.chances)
         return None
     within = not local and (bool(cached) or not first)
     partial = cache.match_within(prompt.token_ids, prefix, most_cached) if within else None
     copied: PageGrant[KvPage] | None = None
-    if partial is not None and wanted + pages.idle_among([*cached, partial.page]) <= pages.available:
-        copied = _granted(pages.grant(f"copy for prompt {prompt.prompt_id}", 0, shared=[partial.page]))
-    grant = _granted(pages.grant(f"prompt {prompt.prompt_id}", count - begin, shared=cached, freed=first))
+    if partial is not None and wanted + allocator.idle_among([*cached, partial.page]) <= allocator.available:
+        copied = _granted(allocator.grant(f"copy for prompt {prompt.prompt_id}", 0, shared=[partial.page]))
+    grant = _granted(allocator.grant(f"prompt {prompt.prompt_id}", count - begin, shared=cached, freed=first))
     owners = [(request.rid, more) for request, more in zip(prompt.waiting, growth, strict=True)]
     members: list[PageGrant[KvPage]] = []
     for some, shared in ((owners[:1], grant.pages[first:]), (owners[1:], grant.pages[first:full])):
         if some:
-            members += pages.grant_each(dict(some), count - first - len(shared), shared, first)
+            members += allocator.grant_each(dict(some), count - first - len(shared), shared, first)
     partly = partial.tokens if partial is not None and copied is not None else 0
     unseen = first * page_size if not cached else 0
     return Reservation(grant, members, begin * page_size + partly, unseen, copied)

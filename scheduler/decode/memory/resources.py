@@ -19,7 +19,7 @@ class Resources:
     """Made by the scheduler, which passes it to its parts."""
 
     limits: DecodeLimits
-    pages: PageAllocator[KvPage]
+    allocator: PageAllocator[KvPage]
     cache: PrefixCache
     memory: RequestMemory
     kv_store: KvStore[LocalPrompt] | None

@@ -268,7 +268,7 @@ class Prefilling:
             new_tokens=max(request.sampling.max_new_tokens - len(request.output_ids) for request in members),
             pages=pages_for(prompt.tokens + 1, self._limits.page_size),
             first_pages=hot.limits.buffer_pages,
-            free_pages=hot.pages.available,
+            free_pages=hot.allocator.available,
             free_slots=hot.free_slots,
             ahead=sum(len(other.waiting) for other in self.prompts.values() if not _attempt(other).hot_pages),
             settled=hot.settled,

@@ -123,7 +123,7 @@ def test_retracted_request_blocks_only_prompts_of_its_priority() -> None:
 def test_large_prompt_is_overtaken_at_most_sixteen_times() -> None:
     """A larger prompt of a higher priority that waits as well does not restart its count."""
     decode = Simulator(prefill_pages=20).decode
-    assert decode.pages.grant("somebody", 6) is not None
+    assert decode.allocator.grant("somebody", 6) is not None
     sent, ids = 0, itertools.count(1)
 
     def push(tokens: int, priority: int = 0) -> Prompt:
@@ -141,7 +141,7 @@ def test_large_prompt_is_overtaken_at_most_sixteen_times() -> None:
         assert small not in decode.rooms.queued
         for grant in (small.grant, small.members[0].grant):
             assert grant is not None
-            decode.pages.release(grant)
+            decode.allocator.release(grant)
         sent += 1
     larger, small = push(40, priority=1), push(1)
     decode.transitions.dispatch(0.0, above=None)

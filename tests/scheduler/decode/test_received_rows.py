@@ -93,7 +93,7 @@ def test_rows_are_copied_once_after_the_ranks_have_the_next_step(ends: bool) -> 
         simulator.decode_turn()
         assert [type(copy) for copy in simulator.copies] == [WriteBackRows]
         assert not simulator.decode.idle
-        assert simulator.decode.pages.held > 0
+        assert simulator.decode.allocator.held > 0
         simulator.check()
     simulator.finish()
 
@@ -116,7 +116,7 @@ def test_pages_of_a_request_that_ends_first_are_cached_after_the_copy() -> None:
     rid = simulator.ask_for(PROMPT, 3)
     run(simulator, lambda: simulator.terminal[rid], copies=False)
     assert len(simulator.decode.cache) == 0
-    assert simulator.decode.pages.held > 0
+    assert simulator.decode.allocator.held > 0
     run(simulator, lambda: not simulator.copies)
     assert len(simulator.decode.cache) == (len(PROMPT) + 2) // PAGE_SIZE
     simulator.finish()
@@ -148,7 +148,7 @@ def test_request_without_a_free_hot_page_waits_until_it_may_evict() -> None:
     simulator.decode_turn()
     hot = simulator.decode.memory.hot
     assert hot is not None
-    others = hot.pages.grant("others", hot.pages.available)
+    others = hot.allocator.grant("others", hot.allocator.available)
     assert others is not None
     produced = 2  # the first token, and that of the step which fills the last row
     run(simulator, lambda: simulator.output[rid] == produced, copies=False)
@@ -159,7 +159,7 @@ def test_request_without_a_free_hot_page_waits_until_it_may_evict() -> None:
     assert simulator.output[rid] == produced
     run(simulator, lambda: simulator.output[rid] > produced)
     assert hot.of(rid).evicting
-    hot.pages.release(others)
+    hot.allocator.release(others)
     simulator.finish()
 
 
@@ -203,12 +203,12 @@ def test_prefill_gets_no_hot_page_that_a_step_in_flight_may_write(ends: bool) ->
     buffer.loading = False
     step = commands.next_id()
     assert hot.settled
-    free = hot.pages.available
+    free = hot.allocator.available
     if ends:
         hot.close("a")
     else:
         hot.shrink(buffer)
-    assert hot.pages.available > free
+    assert hot.allocator.available > free
     assert not hot.settled
     commands.completed(step)
     assert hot.settled
@@ -222,7 +222,7 @@ def test_pages_of_a_transfer_that_was_given_up_stay_while_its_prefix_is_copied()
     run(simulator, lambda: any(isinstance(copy, OpenHot) for copy in simulator.copies), copies=False)
     hot = simulator.decode.memory.hot
     assert hot is not None
-    held = hot.limits.num_pages - hot.pages.available
+    held = hot.limits.num_pages - hot.allocator.available
     simulator.decode.handle(Cancel(rid), simulator.now)
     simulator.act()
     for _ in range(30):
@@ -234,11 +234,11 @@ def test_pages_of_a_transfer_that_was_given_up_stay_while_its_prefix_is_copied()
         simulator.pass_time(1.0)
         simulator.check()
     assert hot.free_slots == hot.limits.slots
-    assert hot.limits.num_pages - hot.pages.available == held, "the copy writes to these pages"
+    assert hot.limits.num_pages - hot.allocator.available == held, "the copy writes to these pages"
     assert simulator.decode.gauges()["quarantined_hot_pages"] == 0, "the writer has stopped"
     simulator.copy_turn()
     simulator.decode_turn()
-    assert hot.pages.available == hot.limits.num_pages
+    assert hot.allocator.available == hot.limits.num_pages
     simulator.finish()
 
 

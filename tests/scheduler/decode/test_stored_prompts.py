@@ -122,14 +122,14 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
     decode.scheduler.handle(Cancel("gone"), decode.now)
     for _ in range(3):
         decode.turn()
-    assert decode.scheduler.pages.held > 0
+    assert decode.scheduler.allocator.held > 0
     assert not decode.scheduler.idle
     decode.answer_loads()
     for _ in range(3):
         decode.turn()
     assert decode.scheduler.idle
     decode.scheduler.check_integrity()
-    assert decode.scheduler.pages.held == 0
+    assert decode.scheduler.allocator.held == 0
 
 
 def with_history(prompt: list[int]) -> Decode:

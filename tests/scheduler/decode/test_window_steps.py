@@ -24,7 +24,7 @@ def run(simulator: Simulator, *, most_held: int) -> int:
     for _ in range(5000):
         simulator.work()
         simulator.check()
-        held = max(held, simulator.decode.pages.held)
+        held = max(held, simulator.decode.allocator.held)
         assert held <= most_held
         if not simulator.decode.requests:
             return held
@@ -78,7 +78,7 @@ def test_prompt_frees_pages_while_it_is_computed(local: bool) -> None:
         simulator.work()
         simulator.check()
         scheduler = simulator.decode if local else next(iter(simulator.servers.values())).scheduler
-        held.append(scheduler.pages.held)
+        held.append(scheduler.allocator.held)
     page_size = PAGE_SIZE if local else PREFILL.page_size
     assert max(held) == 24 // page_size
     of_chunk = (8 if local else PREFILL.chunk_size) // page_size

@@ -27,8 +27,8 @@ class BusyCache:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.pages = PageAllocator[KvPage](PAGES)
-        self.cache = PrefixCache(self.pages, PAGE)
+        self.allocator = PageAllocator[KvPage](PAGES)
+        self.cache = PrefixCache(self.allocator, PAGE)
         self.sequences: list[tuple[int, ...]] = [()]
 
     def change(self) -> None:
@@ -40,12 +40,12 @@ class BusyCache:
         tokens = (known[: draw.randrange(len(known) + 1) // PAGE * PAGE] + new)[: 15 * PAGE]
         self.sequences.append(tokens)
         shared = self.cache.match(tokens, len(tokens))
-        grant = self.pages.grant("request", len(tokens) // PAGE - len(shared), shared=shared)
+        grant = self.allocator.grant("request", len(tokens) // PAGE - len(shared), shared=shared)
         assert grant is not None
         inserted = InsertedPrefix()
         self.cache.insert(tokens, grant.pages, inserted)
         self.inserted(tokens, self.cache.path(inserted))
-        self.pages.release(grant)
+        self.allocator.release(grant)
 
     def flush(self) -> None:
         self.cache.flush()

@@ -123,7 +123,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def test_leader_and_rank_agree_on_the_pools(engine: Engine) -> None:
     hot, cache = engine.scheduler.memory.hot, engine.cache
     assert hot is not None
-    assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
+    assert (engine.scheduler.allocator.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
     assert hot.limits.overlay == PoolOverlay(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
     assert (hot.limits.num_pages, cache.own_hot_pages, cache.hot.num_pages) == (10, range(4, 14), 14)
     assert (hot.limits.slots, len(cache.tables.capacity)) == (SLOTS, SLOTS)
@@ -148,27 +148,27 @@ def test_rank_announces_which_pool_is_in_host_memory(engine: Engine) -> None:
 
 def lose_page(engine: Engine) -> Callable[[], None]:
     """A KV page: in host memory, with its index on the device."""
-    (page,) = engine.scheduler.pages._free.take(1)
-    return lambda: engine.scheduler.pages._free.add(page)
+    (page,) = engine.scheduler.allocator._free.take(1)
+    return lambda: engine.scheduler.allocator._free.add(page)
 
 
 def hold_page(engine: Engine) -> Callable[[], None]:
-    grant = engine.scheduler.pages.grant("nobody", 1)
+    grant = engine.scheduler.allocator.grant("nobody", 1)
     assert grant is not None
-    return lambda: engine.scheduler.pages.release(grant)
+    return lambda: engine.scheduler.allocator.release(grant)
 
 
 def lose_hot_page(engine: Engine) -> Callable[[], None]:
     assert engine.scheduler.memory.hot is not None
-    pages = engine.scheduler.memory.hot.pages
+    pages = engine.scheduler.memory.hot.allocator
     (page,) = pages._free.take(1)
     return lambda: pages._free.add(page)
 
 
 def keep_loan(engine: Engine) -> Callable[[], None]:
     """Lent pages that no hot buffer has."""
-    loan = engine.scheduler.pages.lend("hot buffer of nobody", 1)
-    return lambda: engine.scheduler.pages.release(loan)
+    loan = engine.scheduler.allocator.lend("hot buffer of nobody", 1)
+    return lambda: engine.scheduler.allocator.release(loan)
 
 
 def lose_request_slot(engine: Engine) -> Callable[[], None]:

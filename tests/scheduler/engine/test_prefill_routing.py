@@ -81,10 +81,10 @@ def test_prompts_that_wait_for_their_grammar_count() -> None:
 def test_cached_prefix_counts_as_computed() -> None:
     ranks = schedulers(2)
     prompt = list(range(40))
-    grant = ranks[1].pages.grant("cached", 10)
+    grant = ranks[1].allocator.grant("cached", 10)
     assert grant is not None
     ranks[1].cache.insert(prompt, grant.pages)
-    ranks[1].pages.release(grant)
+    ranks[1].allocator.release(grant)
     give(ranks[1], 1, [5] * 30)
     assert choose_for_prompt(ranks, prompt) == 1, "36 of 40 tokens are cached, and 30 wait"
     give(ranks[1], 2, [6] * 10)

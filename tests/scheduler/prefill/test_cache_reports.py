@@ -29,10 +29,10 @@ def reports(prefill: PrefillScheduler, now: float) -> list[tuple[InstanceId, Cac
 
 
 def store(prefill: PrefillScheduler, tokens: list[int]) -> None:
-    grant = prefill.pages.grant("request", len(tokens) // 4)
+    grant = prefill.allocator.grant("request", len(tokens) // 4)
     assert grant is not None
     prefill.cache.insert(tokens, grant.pages)
-    prefill.pages.release(grant)
+    prefill.allocator.release(grant)
 
 
 def test_only_servers_that_ask_get_reports() -> None:

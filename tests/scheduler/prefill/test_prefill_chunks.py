@@ -80,11 +80,11 @@ def test_pages_behind_the_window_stay_until_their_chunk_is_sent() -> None:
     prefill.scheduler.receive(PrefillRequest(DECODE, destination(1), range(192), list(range(16)), 0.0), 0.0)
     (first,) = prefill.step()
     (second,) = prefill.step()
-    assert prefill.scheduler.pages.held == pages, "the third chunk sees the last two pages of the second one only"
+    assert prefill.scheduler.allocator.held == pages, "the third chunk sees the last two pages of the second one only"
     prefill.sent(second)
-    assert prefill.scheduler.pages.held == pages
+    assert prefill.scheduler.allocator.held == pages
     prefill.sent(first)
-    assert prefill.scheduler.pages.held == pages - (128 - 32) // PAGE
+    assert prefill.scheduler.allocator.held == pages - (128 - 32) // PAGE
 
 
 @pytest.mark.parametrize("prefix", [0, 3 * THEIR_PAGE])

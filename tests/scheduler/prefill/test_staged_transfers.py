@@ -147,7 +147,7 @@ def test_abort_is_acknowledged_after_the_part_in_flight_has_ended() -> None:
     assert prefill.messages() == []
     prefill.end_part(ok=False, late=True)
     assert prefill.messages() == [StageStopped(parts[0], late_writes=True), AbortAck(KEY, late_writes=True)]
-    assert prefill.scheduler.pages.available == 13
+    assert prefill.scheduler.allocator.available == 13
 
 
 def test_failed_part_fails_the_transfer_after_the_other_parts_have_ended() -> None:
@@ -238,4 +238,4 @@ def test_reconnect_of_decode_during_a_part_write_leaks_nothing() -> None:
     prefill.end_part(ok=False, late=True)
     prefill.end_direct(ok=False)
     assert not prefill.scheduler.requests
-    assert prefill.scheduler.pages.available == 13
+    assert prefill.scheduler.allocator.available == 13

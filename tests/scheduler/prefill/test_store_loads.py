@@ -197,9 +197,9 @@ def test_abort_during_a_load_is_acknowledged_at_once_and_pages_are_released_late
     prefill.scheduler.handle(MessageReceived(DECODE, Abort(TransferKey(1, 1), "the client has gone"), ()), prefill.now)
     prefill.turn()
     assert prefill.acked == {1}
-    assert prefill.scheduler.pages.held == 18  # ranks may still write them
+    assert prefill.scheduler.allocator.held == 18  # ranks may still write them
     prefill.serve()
-    assert prefill.scheduler.pages.held == 0
+    assert prefill.scheduler.allocator.held == 0
 
 
 def test_logits_of_scored_tokens_are_computed(prefill: Prefill) -> None:

@@ -642,7 +642,7 @@ class Simulator:
             *(write for server in self.servers.values() for write in server.writes),
         ]:
             self._land(write, intact=False)  # bytes may land at any moment
-            assert write.grant in self.decode.pages._grants, f"{write.chunk.key} writes released pages"
+            assert write.grant in self.decode.allocator._grants, f"{write.chunk.key} writes released pages"
             assert not self._free_hot_pages(write), f"{write.chunk.key} writes free hot pages"
         elsewhere = {page for page, _ in self.host} & self.decode.cache._nodes.keys()
         assert not elsewhere, f"pages {elsewhere} are not in host memory"
@@ -660,7 +660,7 @@ class Simulator:
     def _free_hot_pages(self, write: Write) -> set[int]:
         """Hot pages of a write that are free."""
         hot = self.decode.memory.hot
-        return set(self._hot_pages(write.chunk)) & set(hot.pages._free) if hot is not None else set()
+        return set(self._hot_pages(write.chunk)) & set(hot.allocator._free) if hot is not None else set()
 
     def _hot_pages(self, chunk: ChunkWrite) -> list[int]:
         """The hot pages that a chunk is written to."""
@@ -699,7 +699,7 @@ class Simulator:
         if self.decode.memory.hot is not None:
             touched.update(page for buffer in self.decode.memory.hot._buffers.values() for page in buffer.pages)
             touched.update(page for buffer in self.decode.memory.hot._copied_last for page in buffer.pages)
-        lent = {page for loan in self.decode.pages._loans for page in loan.pages}
+        lent = {page for loan in self.decode.allocator._loans for page in loan.pages}
         assert {key for page in touched for key in self._keys_under(page)} <= lent, (
             "a hot page overlaps index keys in use"
         )
@@ -736,12 +736,12 @@ class Simulator:
             self.work_ranks(eos=True)
             self.check()
         assert self.decode.idle, self.decode.state_counts()
-        assert self.decode.pages.available == self.pages
+        assert self.decode.allocator.available == self.pages
         if self.decode.memory.hot is not None:
-            assert self.decode.memory.hot.pages.available == self.decode.memory.hot.limits.num_pages
+            assert self.decode.memory.hot.allocator.available == self.decode.memory.hot.limits.num_pages
         for server in self.servers.values():
             assert server.scheduler.idle, server.scheduler.state_counts()
-            assert server.scheduler.pages.available == self.prefill_pages
+            assert server.scheduler.allocator.available == self.prefill_pages
         assert set(self.terminal) == self.submitted
         assert not self.saved
         assert not self.grammar_states
@@ -820,7 +820,7 @@ class Simulator:
                 page_size = server.scheduler.limits.page_size
                 pages = slice(effect.token_start // page_size, pages_for(effect.token_end, page_size))
                 assert effect.source_pages == request.grant.pages[pages]
-                server.writes.append(Write(effect, tuple(request.prompt), self._grant_of(key)))
+                server.writes.append(Write(effect, tuple(request.token_ids), self._grant_of(key)))
             case CancelChunks(key=key):
                 for write in server.writes:
                     write.cancelled |= write.chunk.key == key
@@ -871,7 +871,7 @@ class Simulator:
 
     def _compute_prefill(self, server: Server, chunk: Chunk[PrefillRequest], pages: list[KvPage]) -> None:
         """Compute a chunk on a prefill server."""
-        tokens, alive = tuple(chunk.owner.prompt), chunk.owner.state is PrefillState.COMPUTING
+        tokens, alive = tuple(chunk.owner.token_ids), chunk.owner.state is PrefillState.COMPUTING
         for position in range(first_seen(chunk.start, self.prefill.window), chunk.end):
             kv_row = server.row(pages, position) if alive or pages else None
             if kv_row is not None and position >= chunk.start:

@@ -141,7 +141,7 @@ class StagedSimulator(Simulator):
         for part in [*self.late_parts, *(part for parts in self.parts.values() for part in parts)]:
             self.slots[part.command.offset // ALIGNMENT] = None  # garbage, at any moment
         for scatter in self.scatters:
-            assert scatter.grant in self.decode.pages._grants, f"{scatter.command.part} goes to released pages"
+            assert scatter.grant in self.decode.allocator._grants, f"{scatter.command.part} goes to released pages"
         super().check()
 
     def heal(self) -> None:
@@ -170,7 +170,7 @@ class StagedSimulator(Simulator):
     def _of_prefill(self, server: Server, effect: Effect) -> None:
         match effect:
             case PartWrite(instance=instance, part=part):
-                prompt = tuple(server.scheduler.requests[instance, part.key].prompt)
+                prompt = tuple(server.scheduler.requests[instance, part.key].token_ids)
                 self.parts[server.instance].append(PartInFlight(effect, prompt))
             case other:
                 super()._of_prefill(server, other)

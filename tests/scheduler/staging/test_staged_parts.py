@@ -58,11 +58,11 @@ class Decode:
             RankRing(StagingRing(RING.size_bytes), ALIGNMENT // 2),
             RankRing(self.ring, ALIGNMENT // 2),
         ]
-        self.pages = PageAllocator[KvPage](4, first=10)
-        commands = Holds(self.pages)
+        self.allocator = PageAllocator[KvPage](4, first=10)
+        commands = Holds(self.allocator)
         self.staging = StagedArrivals(rings, 2, QUARANTINE_S, collections.Counter(), self.effects, commands)
         self.staging.peer_up(PREFILL, REGIONS)
-        grant = self.pages.grant("prompt", 4)
+        grant = self.allocator.grant("prompt", 4)
         assert grant is not None
         self.grant = grant
         self.staging.open(KEY, PREFILL, 0, 8, grant)

@@ -158,10 +158,10 @@ class StagingLives(RuleBasedStateMachine):
         self.key_numbers = itertools.count(1)  # a restarted decode server uses the same keys again
         self.decode_effects: list[Effect] = []
         rings = [RankRing(StagingRing(self.capacity * ALIGNMENT), cell_bytes=CELL_BYTES) for _ in range(RANKS)]
-        self.pages = PageAllocator[KvPage](MOST_TOKENS)
-        self.pages.grant("all, so that transfers can share them", MOST_TOKENS)
+        self.allocator = PageAllocator[KvPage](MOST_TOKENS)
+        self.allocator.grant("all, so that transfers can share them", MOST_TOKENS)
         self.grants: dict[TransferKey, PageGrant[KvPage]] = {}
-        commands = Holds(self.pages)
+        commands = Holds(self.allocator)
         self.done: set[TransferKey] = set()
         """Transfers of which prefill has written everything."""
         self.receiver = StagedArrivals(rings, 1, QUARANTINE_S, collections.Counter(), self.decode_effects, commands)
@@ -221,7 +221,7 @@ class StagingLives(RuleBasedStateMachine):
         chunks = [range(start, min(start + chunk, tokens.stop)) for start in tokens[::chunk]]
         key = TransferKey(next(self.key_numbers), 1)
         instance = self.servers[server]
-        grant = self.pages.grant(str(key), 0, shared=[KvPage(token) for token in range(tokens.stop)])
+        grant = self.allocator.grant(str(key), 0, shared=[KvPage(token) for token in range(tokens.stop)])
         assert grant is not None
         self.grants[key] = grant
         self.receiver.open(key, instance, tokens.start, tokens.stop, grant)

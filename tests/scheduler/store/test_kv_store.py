@@ -24,12 +24,12 @@ class Server:
 
     def __init__(self, *, page_size: int = 16, pages: int = 64, ranks: int = 1, connect: bool = True) -> None:
         self.page_size, self.ranks = page_size, ranks
-        self.pages: PageAllocator[KvPage] = PageAllocator(pages)
-        self.cache = PrefixCache(self.pages, page_size)
+        self.allocator: PageAllocator[KvPage] = PageAllocator(pages)
+        self.cache = PrefixCache(self.allocator, page_size)
         self.counters: collections.Counter[str] = collections.Counter()
         self.outbox = Outbox()
         limits = StoreLimits(ROOT, page_size, ranks, timeout_s=1.0)
-        self.store: KvStore[str] = KvStore(limits, self.pages, self.cache, self.counters, self.outbox)
+        self.store: KvStore[str] = KvStore(limits, self.allocator, self.cache, self.counters, self.outbox)
         if connect:
             self.store.send_next(0.0)
             assert take_all(self.outbox) == [StorePing()]
@@ -38,7 +38,7 @@ class Server:
 
     def insert(self, tokens: int) -> tuple[BlockChain, InsertedPrefix, PageGrant[KvPage]]:
         """A sequence of `tokens` tokens is computed, cached and offered to the store."""
-        grant = self.pages.grant("request", -(-tokens // self.page_size))
+        grant = self.allocator.grant("request", -(-tokens // self.page_size))
         assert grant is not None
         chain, inserted = self.store.new_chain(), InsertedPrefix()
         self.cache.insert(TOKENS[:tokens], grant.pages, inserted)
@@ -58,14 +58,14 @@ class Server:
             self.store.handle(StoreWritten(rank, command.number, len(command.blocks), 1, problem), 0.0)
 
     def load(self, tokens: int, *, cached: int = 0, most: int | None = None, rate: float | None = None) -> bool:
-        grant = self.pages.grant("loading", -(-tokens // self.page_size))
+        grant = self.allocator.grant("loading", -(-tokens // self.page_size))
         assert grant is not None
         most = tokens - 1 if most is None else most
         chain = self.store.new_chain()
         begun = self.store.load(
             "owner", chain, TOKENS[:tokens], grant.pages, cached=cached, most=most, tokens_per_s=rate
         )
-        self.pages.release(grant)
+        self.allocator.release(grant)
         return begun
 
     def take_load(self) -> StoreLoad:
@@ -85,17 +85,17 @@ def test_hashes_depend_on_all_tokens_before_and_on_the_model() -> None:
 def test_cached_pages_are_written_and_held_until_all_ranks_are_done() -> None:
     server = Server(ranks=2)
     _, _, grant = server.insert(100)
-    server.pages.release(grant)
+    server.allocator.release(grant)
     command = server.next_write()
     assert command is not None
     assert command.blocks == tuple(page_hashes(TOKENS[:96], BLOCK_TOKENS, ROOT))
     assert (len(command.pages), command.offset) == (6, 0)
-    assert server.pages.held == 6
-    assert server.pages.grant("all", 64) is None
+    assert server.allocator.held == 6
+    assert server.allocator.grant("all", 64) is None
     server.store.handle(StoreWritten(0, command.number, 3, 100), 0.0)
-    assert server.pages.held == 6
+    assert server.allocator.held == 6
     server.store.handle(StoreWritten(1, command.number, 3, 100), 0.0)
-    server.pages.check_integrity(idle=True)
+    server.allocator.check_integrity(idle=True)
     assert server.counters["store_bytes_written"] == 200
 
 
@@ -106,7 +106,7 @@ def test_only_new_blocks_of_a_growing_sequence_are_offered() -> None:
     assert command is not None
     assert len(command.blocks) == 3
     server.finish(command)
-    server.pages.grow(grant)
+    server.allocator.grow(grant)
     server.cache.insert(TOKENS[:144], grant.pages, inserted)
     server.store.offer(chain, TOKENS, inserted)
     command = server.next_write()
@@ -130,8 +130,8 @@ def test_pages_that_are_evicted_before_their_turn_are_dropped(monkeypatch: pytes
     *_, sequence = server.insert(12 * BLOCK_TOKENS)  # 24 pages
     write = server.next_write()
     assert write is not None
-    server.pages.release(sequence)
-    others = server.pages.grant("others", 20)  # evicts the last 12 pages
+    server.allocator.release(sequence)
+    others = server.allocator.grant("others", 20)  # evicts the last 12 pages
     assert others is not None
     server.finish(write)
     command = server.next_write()
@@ -140,8 +140,8 @@ def test_pages_that_are_evicted_before_their_turn_are_dropped(monkeypatch: pytes
     assert server.counters["store_blocks_dropped"] == 6
     server.finish(command)
     assert server.next_write() is None
-    server.pages.release(others)
-    server.pages.check_integrity(idle=True)
+    server.allocator.release(others)
+    server.allocator.check_integrity(idle=True)
 
 
 def test_long_sequence_is_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +161,11 @@ def test_long_sequence_is_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_write_holds_a_small_part_of_the_pool_and_the_pages_of_its_prefix() -> None:
     server = Server(pages=64)
     *_, sequence = server.insert(12 * BLOCK_TOKENS)
-    server.pages.release(sequence)
+    server.allocator.release(sequence)
     held = []
     while (command := server.next_write()) is not None:
         assert len(command.pages) == 8
-        held.append(server.pages.held)
+        held.append(server.allocator.held)
         server.finish(command)
     assert held == [8, 16, 24]
 

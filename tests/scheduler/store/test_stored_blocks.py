@@ -57,11 +57,11 @@ class Server:
 
     def __init__(self, page_size: int, pages: int = 200) -> None:
         self.page_size = page_size
-        self.pages: PageAllocator[KvPage] = PageAllocator(pages)
-        self.cache = PrefixCache(self.pages, page_size)
+        self.allocator: PageAllocator[KvPage] = PageAllocator(pages)
+        self.cache = PrefixCache(self.allocator, page_size)
         self.outbox = Outbox()
         limits = StoreLimits(MODEL, page_size, ranks=2, timeout_s=1.0)
-        self.store: KvStore[str] = KvStore(limits, self.pages, self.cache, collections.Counter(), self.outbox)
+        self.store: KvStore[str] = KvStore(limits, self.allocator, self.cache, collections.Counter(), self.outbox)
         self.view = View()
         self.cache.listen(Listener())
         self.store.stored.listen(self.view)
@@ -98,23 +98,23 @@ class Server:
     def compute(self, tokens: tuple[int, ...]) -> None:
         """A sequence is computed, cached and written, in two parts."""
         shared = self.cache.match(tokens, len(tokens))
-        grant = self.pages.grant("request", -(-len(tokens) // self.page_size) - len(shared), shared=shared)
+        grant = self.allocator.grant("request", -(-len(tokens) // self.page_size) - len(shared), shared=shared)
         assert grant is not None
         chain, inserted = self.store.new_chain(), InsertedPrefix()
         for end in (len(tokens) // 2, len(tokens)):
             self.cache.insert(tokens, grant.pages, inserted, end=end)
             self.store.offer(chain, tokens, inserted)
             self.perform()
-        self.pages.release(grant)
+        self.allocator.release(grant)
 
     def load(self, tokens: tuple[int, ...]) -> None:
-        grant = self.pages.grant("loading", -(-len(tokens) // self.page_size))
+        grant = self.allocator.grant("loading", -(-len(tokens) // self.page_size))
         assert grant is not None
         self.store.load(
             "owner", self.store.new_chain(), tokens, grant.pages, cached=0, most=len(tokens), tokens_per_s=None
         )
         self.perform()
-        self.pages.release(grant)
+        self.allocator.release(grant)
 
     def flush(self) -> None:
         self.store.stored.withdraw()
@@ -241,4 +241,4 @@ def test_random_changes_with_a_store_that_evicts_and_refuses(page_size: int) -> 
         seen["reported"] += bool(server.reported(tokens))
         seen["removed"] = server.view.removals
     assert min(seen[name] for name in ("compute", "load", "evict", "fail", "reported", "removed")) > 2, seen
-    server.pages.check_integrity(idle=True)
+    server.allocator.check_integrity(idle=True)

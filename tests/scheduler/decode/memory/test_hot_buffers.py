@@ -34,7 +34,7 @@ def test_short_sequence_reserves_all_first_pages_and_grows_into_them() -> None:
     hot = hot_buffers(LIMITS)
     buffer, shrunk = hot.open("a", 3)
     assert (len(buffer.pages), buffer.capacity, buffer.evicting, shrunk) == (1, 8, False, [])
-    assert hot.pages.available == 12 - LIMITS.buffer_pages
+    assert hot.allocator.available == 12 - LIMITS.buffer_pages
     assert hot.grow("a", 4) is None
     assert hot.grow("a", 5) is buffer
     assert (len(buffer.pages), buffer.capacity) == (2, 8)
@@ -51,7 +51,7 @@ def test_sequence_beyond_its_first_pages_stays_fully_resident_while_memory_is_fr
 def test_largest_fully_resident_buffer_shrinks_for_a_new_buffer() -> None:
     hot = hot_buffers(LIMITS)
     large, small = open_loaded(hot, "large", 24), open_loaded(hot, "small", 16)
-    assert hot.pages.available == 2
+    assert hot.allocator.available == 2
     kept = large.pages[:3]
     newcomer, shrunk = hot.open("new", 30)
     assert shrunk == [large]
@@ -66,7 +66,7 @@ def test_fully_resident_buffer_becomes_evicting_when_no_page_is_free() -> None:
     buffer = open_loaded(hot, "a", 48)
     assert hot.grow("a", 49) is buffer
     assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (3, 8, True)
-    assert hot.pages.available == 9
+    assert hot.allocator.available == 9
 
 
 def test_evicting_request_becomes_fully_resident_when_memory_is_free() -> None:
@@ -81,7 +81,7 @@ def test_evicting_request_becomes_fully_resident_when_memory_is_free() -> None:
     hot.grow("a", 303)
     open_loaded(hot, "large", 24)
     assert not hot.worth_reopening("a", 304, hot.spare_pages(1)), "of 73 free pages three are another buffer's"
-    assert hot.pages.available == 73
+    assert hot.allocator.available == 73
     hot.close("large")
     assert hot.worth_reopening("a", 304, hot.spare_pages(2))
     hot.close("a")
@@ -146,7 +146,7 @@ def test_random_workloads_always_have_their_rows_and_release_everything(seed: in
             gone = tokens.popitem()[0]
             if gone == opening:
                 detached, opening = hot.of(gone), None
-                hot.pages.hold(detached.grant)
+                hot.allocator.hold(detached.grant)
             hot.close(gone)
         for rid in tokens:
             if rid == opening:

@@ -29,14 +29,14 @@ class Pools:
     """A pool of KV pages and the hot buffers that borrow from it."""
 
     def __init__(self, own_pages: int = OWN_PAGES) -> None:
-        self.pages = PageAllocator[KvPage](KV_PAGES)
-        self.holds = Holds(self.pages)
+        self.allocator = PageAllocator[KvPage](KV_PAGES)
+        self.holds = Holds(self.allocator)
         limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
-        self.hot = HotBuffers(limits, self.pages, self.holds)
+        self.hot = HotBuffers(limits, self.allocator, self.holds)
         self.lending = self.hot.lending
 
     def check(self) -> None:
-        self.pages.check_integrity()
+        self.allocator.check_integrity()
         self.hot.check_integrity(idle=False)
 
 
@@ -48,22 +48,22 @@ def test_first_pages_are_owned_and_further_pages_are_borrowed() -> None:
     assert buffer.pages[:3] == [OVERLAY.covered, OVERLAY.covered + 1, OVERLAY.covered + 2]
     assert all(page < OVERLAY.count * OVERLAY.hot_pages for page in buffer.pages[3:])
     assert len(buffer.pages) == 9
-    assert pools.hot.pages.available == 6
-    assert pools.pages.lent == buffer.borrowed == 9
+    assert pools.hot.allocator.available == 6
+    assert pools.allocator.lent == buffer.borrowed == 9
     assert pools.hot.gauges()["hot_pages_borrowed"] == 6
-    assert pools.pages.held == 0
-    assert pools.pages.available == KV_PAGES - 9
+    assert pools.allocator.held == 0
+    assert pools.allocator.available == KV_PAGES - 9
     pools.check()
 
 
 def test_unit_is_used_up_before_another_is_borrowed() -> None:
     pools = Pools()
     buffer, _ = pools.hot.open("a", 13)  # one page beyond the first three
-    assert (len(buffer.pages), len(buffer.spare), pools.pages.lent) == (4, 1, 3)
+    assert (len(buffer.pages), len(buffer.spare), pools.allocator.lent) == (4, 1, 3)
     assert pools.hot.grow("a", 17) is buffer
-    assert (len(buffer.pages), buffer.spare, pools.pages.lent, buffer.capacity) == (5, [], 3, 20)
+    assert (len(buffer.pages), buffer.spare, pools.allocator.lent, buffer.capacity) == (5, [], 3, 20)
     assert pools.hot.grow("a", 21) is buffer
-    assert (len(buffer.pages), len(buffer.spare), pools.pages.lent) == (6, 1, 6)
+    assert (len(buffer.pages), len(buffer.spare), pools.allocator.lent) == (6, 1, 6)
     pools.check()
 
 
@@ -73,7 +73,7 @@ def test_unneeded_hot_pages_are_used_before_loans_and_needed_ones_after() -> Non
     assert (len(buffer.grant.pages), buffer.borrowed) == (5, 0)  # the slots need 9 of 11
     assert pools.hot.grow("a", 21) is buffer
     assert (len(buffer.grant.pages), buffer.borrowed) == (5, 3)
-    taken = pools.pages.grant("prompts", pools.pages.available)
+    taken = pools.allocator.grant("prompts", pools.allocator.available)
     assert taken is not None
     other, shrunk = pools.hot.open("b", 20)
     assert not shrunk
@@ -86,13 +86,13 @@ def test_reserved_cached_and_margin_pages_are_not_lent() -> None:
     overlay = OVERLAY.count
     pools.lending.margin = 1
     assert pools.lending.room == overlay * OVERLAY.hot_pages - 2  # one page is in no unit, another blocks its unit
-    grant = pools.pages.grant("a", 2, reserve=4)
+    grant = pools.allocator.grant("a", 2, reserve=4)
     assert grant is not None
     assert pools.lending.room == (KV_PAGES - 2 - 4 - 2) // 3 * 2
     for page in grant.pages:
-        pools.pages.keep(page)
-    pools.pages.release(grant)
-    assert len(pools.pages._idle) == 2
+        pools.allocator.keep(page)
+    pools.allocator.release(grant)
+    assert len(pools.allocator._idle) == 2
     assert pools.lending.room == (KV_PAGES - 2 - 2) // 3 * 2
     pools.lending.allowed = False
     assert pools.lending.room == 0
@@ -107,19 +107,19 @@ def test_returned_pages_are_free_after_the_commands_that_access_them() -> None:
     buffer = pools.hot.largest_borrower()
     assert buffer is not None
     pools.hot.shrink(buffer)
-    assert (pools.pages.lent, pools.lending.borrowed, pools.lending.returning) == (9, 0, 9)
+    assert (pools.allocator.lent, pools.lending.borrowed, pools.lending.returning) == (9, 0, 9)
     pools.holds.completed(first)
-    assert (pools.pages.lent, pools.pages.available) == (0, KV_PAGES)
+    assert (pools.allocator.lent, pools.allocator.available) == (0, KV_PAGES)
     assert pools.hot.largest_borrower() is None
     pools.hot.close("a")
     pools.hot.open("b", 36)
     buffer = pools.hot.of("b")
-    pools.hot.pages.hold(buffer.grant)  # as the copy of its rows does
+    pools.hot.allocator.hold(buffer.grant)  # as the copy of its rows does
     pools.hot.close("b")
-    assert (pools.pages.lent, pools.lending.borrowed) == (9, 9)
+    assert (pools.allocator.lent, pools.lending.borrowed) == (9, 9)
     pools.hot.copied(buffer)
-    assert pools.pages.lent == 0
-    pools.pages.check_integrity(idle=True)
+    assert pools.allocator.lent == 0
+    pools.allocator.check_integrity(idle=True)
     pools.hot.check_integrity(idle=True)
 
 
@@ -182,7 +182,7 @@ def test_request_that_needs_lent_pages_starts_after_the_steps_in_flight(stages: 
         simulator.submit(22, family, 13, 1, None, 0)
     until(simulator, running(simulator, 2))
     turn(simulator)
-    pages = simulator.decode.pages
+    pages = simulator.decode.allocator
     assert pages.available < 11 <= pages.available + pages.lent
     simulator.submit(22, 0, 5, 3, None, 0)  # three samples of six pages and one to grow, five of them shared
     before = simulator.decode.counters["decode_steps"]
@@ -202,7 +202,7 @@ def test_request_that_needs_lent_pages_starts_at_once_when_nothing_is_in_flight(
         simulator.submit(22, family, 13, 1, None, 0)
     until(simulator, running(simulator, 2))
     simulator.work_ranks()
-    assert simulator.decode.pages.available < 11
+    assert simulator.decode.allocator.available < 11
     simulator.submit(22, 0, 5, 3, None, 0)
     simulator.decode.advance(simulator.now)
     assert simulator.decode.state_counts()["prefilling"] == 3
@@ -241,7 +241,7 @@ def test_growing_request_never_waits_for_lent_pages(stages: int) -> None:
     simulator.submit(22, 1, 27, 1, None, 0)
     starved = 0
     until(simulator, running(simulator, 2))
-    assert simulator.decode.pages.lent > 0
+    assert simulator.decode.allocator.lent > 0
     while simulator.decode.requests:
         turn(simulator)
         starved += simulator.decode.transitions.starving
@@ -261,7 +261,7 @@ def test_no_request_is_retracted_while_pages_are_lent(
     simulator.submit(20, 0, 61, 1, None, 0)
     simulator.submit(22, 1, 27, 1, None, 0)
     until(simulator, running(simulator, 2))
-    assert simulator.decode.pages.lent > 0
+    assert simulator.decode.allocator.lent > 0
     until(simulator, lambda: not simulator.decode.requests, turns=400)
     simulator.finish()
     assert simulator.decode.counters["retractions"] == 0
@@ -299,11 +299,11 @@ def test_request_that_ends_before_its_first_step_returns_its_loan(wanted: bool) 
             for which in range(2):
                 move(which)
                 simulator.end_write(which, ok=True, late=False)
-    assert simulator.decode.pages.lent > 0
+    assert simulator.decode.allocator.lent > 0
     assert simulator.decode.memory.holds.issued == simulator.decode.memory.holds._completed
     simulator.cancel(0, stopped=False)
     simulator.check()
-    assert simulator.decode.pages.lent > 0, "the ranks are not done"
+    assert simulator.decode.allocator.lent > 0, "the ranks are not done"
     assert not simulator.decode.idle
     if wanted:  # eleven pages each, of 32
         simulator.submit(22, 1, 5, 3, None, 0)
@@ -315,7 +315,7 @@ def test_request_that_ends_before_its_first_step_returns_its_loan(wanted: bool) 
         simulator.check()
         simulator.copy_turn()
         simulator.check()
-    assert simulator.decode.pages.lent == 0
+    assert simulator.decode.allocator.lent == 0
     if wanted:
         simulator.decode_turn()
         assert simulator.decode.state_counts()["queued"] == 0
@@ -330,7 +330,7 @@ def test_request_becomes_fully_resident_again_when_the_prefix_cache_fills_the_po
     for first in range(8):
         simulator.ask_for((first, *range(60, 69)), new=7)
         until(simulator, lambda: not simulator.decode.requests)
-    assert len(simulator.decode.pages._idle) >= 28
+    assert len(simulator.decode.allocator._idle) >= 28
     simulator.submit(10, 0, 24, 1, None, 0)
     until(simulator, running(simulator, 1))
     (request,) = simulator.decode.requests.values()
@@ -339,6 +339,6 @@ def test_request_becomes_fully_resident_again_when_the_prefix_cache_fills_the_po
     others = [simulator.ask_for((90 + number,), new=3) for number in range(2)]
     until(simulator, lambda: not any(rid in simulator.decode.requests for rid in others))
     assert hot.of(request.rid).evicting, "it gave up pages for them"
-    assert (hot.pages.available, simulator.decode.pages.lendable(0)) == (6, 0)
+    assert (hot.allocator.available, simulator.decode.allocator.lendable(0)) == (6, 0)
     until(simulator, lambda: not hot.of(request.rid).evicting, turns=20)
     simulator.finish()

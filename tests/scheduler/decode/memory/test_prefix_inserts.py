@@ -94,7 +94,7 @@ def test_pages_of_a_long_sequence_are_added_over_several_turns(samples: int) -> 
     assert len(scheduler.cache) == 3
     assert idle_turns(scheduler) >= 3
     assert len(scheduler.cache) == 10
-    assert scheduler.memory.pages.available == 100
+    assert scheduler.memory.allocator.available == 100
 
 
 def test_only_a_few_pages_are_added_beside_running_requests() -> None:
@@ -114,7 +114,7 @@ def test_running_request_takes_pages_that_are_held_to_be_added() -> None:
     run(scheduler, "runs", 8, 10)
     scheduler.advance(0.0)
     assert run(scheduler, "long", 40, 1) == ["long"]
-    assert scheduler.memory.pages.available == 1
+    assert scheduler.memory.allocator.available == 1
     for _ in range(6):
         step = scheduler.next_step(0.0)
         assert step is not None
@@ -135,4 +135,4 @@ def test_pages_are_free_after_the_cache_was_flushed(prefix_cache: bool) -> None:
     scheduler.flush_cache()
     idle_turns(scheduler)
     assert len(scheduler.cache) == (10 if prefix_cache else 0)
-    assert scheduler.memory.pages.available == 100
+    assert scheduler.memory.allocator.available == 100

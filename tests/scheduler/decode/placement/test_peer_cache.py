@@ -33,8 +33,8 @@ class Reporting:
     """A prefix cache and its reports, and what two decode servers know of it."""
 
     def __init__(self, pages: int = 40) -> None:
-        self.pages = PageAllocator[KvPage](pages)
-        self.cache = PrefixCache(self.pages, PAGE)
+        self.allocator = PageAllocator[KvPage](pages)
+        self.cache = PrefixCache(self.allocator, PAGE)
         self.outbox = Outbox()
         self.reports = CacheReports(self.cache, PAGE, pages, 0, self.outbox)
         self.known = {D1: PeerCache(), D2: PeerCache()}
@@ -43,10 +43,10 @@ class Reporting:
 
     def store(self, tokens: tuple[int, ...]) -> None:
         shared = self.cache.match(tokens, len(tokens))
-        grant = self.pages.grant("request", len(tokens) // PAGE - len(shared), shared=shared)
+        grant = self.allocator.grant("request", len(tokens) // PAGE - len(shared), shared=shared)
         assert grant is not None
         self.cache.insert(tokens, grant.pages)
-        self.pages.release(grant)
+        self.allocator.release(grant)
 
     def deliver(self) -> None:
         self.now += INTERVAL_S

@@ -131,6 +131,11 @@ class PrefixCache:
                 complete = count
         return found[:complete]
 
+    def after(self, prefix: Sequence[KvPage]) -> InsertedPrefix:
+        """Where `insert` continues for a sequence that shares `prefix`, the result of `match`."""
+        node = self._nodes.get(prefix[-1]) if prefix else None
+        return InsertedPrefix() if node is None else InsertedPrefix(len(prefix), node, self._flushes)
+
     def first_needed(self, prefix_pages: int, needed_from: int | None = None) -> int:
         """The first page that the token after `prefix_pages` pages sees, or `needed_from` if that is less."""
         first = first_visible_page(prefix_pages * self._page_size, self._window, self._page_size)

@@ -160,7 +160,7 @@ class Transitions:
         keep = self._pages_to_keep()
         for prompt, reservation, selection, blocked in self._placer.placed(now, above=above, keep=keep):
             self._queued.take(prompt, now, blocked)
-            prompt.grant = reservation.prompt
+            prompt.grant, prompt.inserted = reservation.prompt, reservation.inserted
             for request, grant in zip(prompt.waiting, reservation.members, strict=True):
                 request.grant = grant
             if selection is not None:

@@ -82,7 +82,7 @@ def _prompt_row(
     output = ids[len(ids) - outputs :] if counts or (draws > 0 and sampling.grammar is not None) else ()
     samplings = [msgspec.structs.replace(sampling, seed=sampling.seed + index) for index in range(draws)]
     return StepRow(
-        token_ids=ids[start:end],
+        token_ids=tuple(ids[start:end]),
         start=start,
         pages=pages,
         draws=tuple(Draw(sampling, outputs, output) for sampling in samplings),

@@ -1,7 +1,9 @@
 """The limits of a prefill scheduler, and the check of a request against them."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Sequence
+
+import numpy as np
 
 from ...common.arithmetic import ceil_div
 from ...configs.schema import PrefillConfig
@@ -70,7 +72,7 @@ class PrefillLimits:
             return f"prompt of {length} tokens exceeds prefill's KV pool of {num_pages * self.page_size} tokens"
         named = {
             "stop_token_ids": destination.sampling.stop_token_ids,
-            "logit_bias": dict(destination.sampling.logit_bias),
+            "logit_bias": tuple(dict(destination.sampling.logit_bias)),
         }
         for field, tokens in named.items():
             if (token := _first_outside(tokens, self.vocab_size)) is not None:
@@ -105,7 +107,7 @@ def _describe_destination(request: PrefillRequest, space: PageSpace) -> str | No
     return _describe_indices("hot", destination.granularity, request.hot_indices, needed, limit)
 
 
-def _describe_indices(kind: str, granularity: str, indices: Collection[int], needed: int, limit: int) -> str | None:
+def _describe_indices(kind: str, granularity: str, indices: Sequence[int], needed: int, limit: int) -> str | None:
     if len(indices) < needed:
         return f"{len(indices)} {kind} indices for {needed} {granularity}s"
     if (index := _first_outside(indices, limit)) is not None:
@@ -113,8 +115,8 @@ def _describe_indices(kind: str, granularity: str, indices: Collection[int], nee
     return None
 
 
-def _first_outside(numbers: Collection[int], end: int) -> int | None:
-    """The first number outside [0, end). There may be a million numbers: min() and max() avoid a Python loop."""
-    if not numbers or (min(numbers) >= 0 and max(numbers) < end):
-        return None
-    return next(number for number in numbers if not 0 <= number < end)
+def _first_outside(numbers: Sequence[int], end: int) -> int | None:
+    """The first number outside [0, end). There may be a million numbers, in an array that numpy reads in place."""
+    values = np.asarray(numbers)
+    outside = values[(values < 0) | (values >= end)]
+    return int(outside[0]) if len(outside) else None

@@ -20,8 +20,6 @@ DEADLINE_GRACE_S = 2.0
 for a decode server that does not.
 """
 
-TRACE_ARRAY = 3
-"""The number of the array of a KvDestination that is bytes."""
 TransferRef = tuple[InstanceId, TransferKey]
 """Identifies a transfer: each decode instance numbers its keys on its own."""
 
@@ -50,9 +48,9 @@ class PrefillRequest:
         instance: InstanceId,
         destination: KvDestination,
         token_ids: Sequence[int],
-        indices: list[int],
+        indices: Sequence[int],
         now: float,
-        hot_indices: list[int] | None = None,
+        hot_indices: Sequence[int] = (),
         *,
         traceparent: str | None = None,
         waited_s: float = 0.0,
@@ -62,7 +60,7 @@ class PrefillRequest:
         self.destination = destination
         self.token_ids = token_ids
         self.indices = indices
-        self.hot_indices = hot_indices or []
+        self.hot_indices = hot_indices
         """Where its KV rows go, if that is the hot pool of a HiSparse server."""
         self.traceparent = traceparent
         """None unless it is traced."""
@@ -125,15 +123,15 @@ class PrefillRequest:
         cls, instance: InstanceId, destination: KvDestination, arrays: Sequence[Sequence[int]], now: float
     ) -> "PrefillRequest":
         """From a message and its arrays. Older peers send fewer arrays, newer ones may send more."""
-        prompt, indices, hot_indices, trace, deadline, *_ = (*arrays, (), b"", ())
+        token_ids, indices, hot_indices, trace, deadline, *_ = (*arrays, (), b"", ())
         waited_ms, slo_ttft_ms, *_ = (*deadline, 0, 0)
         return cls(
             instance,
             destination,
-            prompt,
-            list(indices),
+            token_ids,
+            indices,
             now,
-            list(hot_indices),
+            hot_indices,
             traceparent=bytes(trace).rstrip(b"\0").decode(errors="replace") or None,
             waited_s=waited_ms / 1000,
             slo_ttft_s=slo_ttft_ms / 1000 or None,

@@ -8,6 +8,7 @@ reported their end.
 """
 
 import collections
+from collections.abc import Sequence
 
 from ...common.sampling import JSON_RULES, pack_logprobs
 from ...memory.index_spaces import KvPage
@@ -133,9 +134,9 @@ class Transitions:
         if start >= end:
             return
 
-        def part(indices: list[int]) -> list[int]:
+        def part(indices: Sequence[int]) -> list[int]:
             if destination.granularity == "token":
-                return indices[start - prefix : end - prefix]
+                return list(indices[start - prefix : end - prefix])
             # the prefix ends on a page boundary of decode
             return pages_holding(indices, theirs.page_size, start - prefix, end - prefix)[0]
 

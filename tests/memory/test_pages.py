@@ -56,7 +56,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert all(page not in other.pages for other in others), "granted a page that is in use"
             self.content[page] = tuple(tokens[: (index + 1) * PAGE_SIZE])
         self.requests[grant] = tokens
-        self.inserted[grant] = InsertedPrefix()
+        self.inserted[grant] = self.cache.after(shared)
         for end in (len(tokens) // 2, len(tokens)):
             self.cache.insert(tokens, grant.pages, self.inserted[grant], end=end)
 

@@ -52,7 +52,7 @@ class PrefixInserts:
         """
         assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
         ended = _Ended(request, request.grant, tokens)
-        done = max(request.inserted.pages, request.prompt.inserted.pages, request.grant.freed)
+        done = max(_inserted(request, request.grant).pages, request.grant.freed)
         if len(tokens) // self._page_size <= done + PAGES_AT_ONCE:
             self._add_ended(ended, len(tokens))
         else:
@@ -73,15 +73,16 @@ class PrefixInserts:
             self.of_arrived.popleft()
         if self.of_arrived:
             request = self.of_arrived[0]
-            tokens, grant, inserted = request.prompt_ids, request.grant, request.inserted
+            tokens, grant = request.prompt_ids, request.grant
             assert grant is not None, f"{request.rid} is {request.state.name} without pages"
+            inserted = _inserted(request, grant)
             end = (max(inserted.pages, grant.freed) + PAGES_INSERTED) * self._page_size
             self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
-            if end >= len(tokens) or request.inserted.complete:
+            if end >= len(tokens) or inserted.complete:
                 self.of_arrived.popleft()
         elif self.of_ended:
             ended = self.of_ended[0]
-            done = max(ended.request.inserted.pages, ended.request.prompt.inserted.pages, ended.grant.freed)
+            done = max(_inserted(ended.request, ended.grant).pages, ended.grant.freed)
             end = (done + (PAGES_INSERTED if running else PAGES_AT_ONCE)) * self._page_size
             if self._add_ended(ended, end):
                 self._holds.release(self.of_ended.popleft().grant)
@@ -93,13 +94,11 @@ class PrefixInserts:
 
     def _add_ended(self, ended: _Ended, end: int) -> bool:
         """Add its pages with the tokens before `end`, those of its prompt for all samples: 16 samples of a prompt of
-        131,072 tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. A sample
-        that was retracted has other pages since. Returns whether nothing is left to add.
+        131,072 tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. Returns
+        whether nothing is left to add.
         """
-        request, grant, tokens = ended.request, ended.grant, ended.tokens
-        prompt, inserted, last = request.prompt, request.inserted, request.prompt.inserted.node
-        if last is not None and grant.pages[prompt.inserted.pages - 1] == last.page:
-            inserted.continue_at(prompt.inserted)
+        grant, tokens, prompt = ended.grant, ended.tokens, ended.request.prompt
+        inserted = _inserted(ended.request, grant)
         if end < len(tokens) or len(prompt.members) > 1:
             self._cache.insert(tokens, grant.pages, inserted, end=min(end, len(prompt.token_ids)), freed=grant.freed)
             prompt.inserted.continue_at(inserted)
@@ -107,3 +106,11 @@ class PrefixInserts:
             return False
         self.keep(tokens, grant, inserted)
         return True
+
+
+def _inserted(request: Request, grant: PageGrant[KvPage]) -> InsertedPrefix:
+    """Those of its pages that are in the cache. A sample that was retracted has other pages than its prompt since."""
+    inserted, of_prompt = request.inserted, request.prompt.inserted
+    if of_prompt.node is not None and grant.pages[of_prompt.pages - 1] == of_prompt.node.page:
+        inserted.continue_at(of_prompt)
+    return inserted

@@ -235,7 +235,7 @@ class RequestMemory:
         prompt = local.prompt
         assert prompt.grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
         pages, freed = prompt.grant.pages, prompt.grant.freed
-        self._cache.insert(prompt.token_ids, pages, local.inserted, end=end, freed=freed)
+        self._cache.insert(prompt.token_ids, pages, prompt.inserted, end=end, freed=freed)
         self._free_unseen(prompt, end)
 
     def _free_unseen(self, prompt: Prompt, position: int) -> None:
@@ -313,6 +313,8 @@ class Reservation:
 
     prompt: PageGrant[KvPage]
     members: list[PageGrant[KvPage]]
+    inserted: InsertedPrefix
+    """The part of the prompt in the prefix cache."""
     prefix_tokens: int
     """Tokens at the start of the prompt whose KV prefill does not have to send: it is in cached pages, it is copied
     from a cached page, or no decode step will see it.
@@ -414,7 +416,7 @@ def reserve(
             members += allocator.grant_each(dict(some), count - first - len(shared), shared, first)
     partly = partial.tokens if partial is not None and copied is not None else 0
     unseen = first * page_size if not cached else 0
-    return Reservation(grant, members, begin * page_size + partly, unseen, copied)
+    return Reservation(grant, members, cache.after(prefix), begin * page_size + partly, unseen, copied)
 
 
 def _granted(grant: PageGrant[KvPage] | None) -> PageGrant[KvPage]:

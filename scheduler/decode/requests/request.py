@@ -89,8 +89,6 @@ class LocalPrompt:
         """The slot of its hot buffer (HiSparse)."""
         self.stored = 0
         """How many of the `cached` tokens came from the KV store: the last ones."""
-        self.inserted = InsertedPrefix()
-        """The part in the prefix cache."""
         self.progress: PrefixInProgress | None = None
         """While it is in the queue: lets other prompts wait for a prefix that they share."""
 
@@ -197,7 +195,7 @@ class Prompt:
         self.last_problem: str | None = None
         """Why the previous attempt ended; part of the error if there is no further attempt."""
         self.inserted = InsertedPrefix()
-        """Its pages in the prefix cache, when the first of its samples has ended."""
+        """Its pages in the prefix cache."""
 
     @property
     def tokens(self) -> int:

@@ -311,3 +311,21 @@ def test_a_peer_is_stalled_when_one_write_takes_too_long_however_many_are_in_fli
     started = time.monotonic()
     assert "made no progress" in routed.results.get(timeout=30).reason
     assert time.monotonic() - started < 4, "as long as four writes may take: 6.4 s"
+
+
+def test_a_peer_that_paired_again_before_a_route_failed_does_not_have_it_tried_at_once(
+    network: Network, start: Callable[[], Routed]
+) -> None:
+    """Trials are small: they may pass at once, and the next KV fails again."""
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    routed.sender.try_again()
+    network.failing = {"rdma"}
+    assert not routed.send().ok
+    assert routed.send().transport == "tcp"
+    assert network.tried.get(timeout=5) == "rdma"
+    assert network.tried.get(timeout=5) == "tcp"
+    with pytest.raises(queue.Empty):
+        network.tried.get(timeout=0.2)
+    routed.sender.try_again()
+    assert network.tried.get(timeout=5) == "rdma"

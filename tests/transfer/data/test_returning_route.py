@@ -329,3 +329,22 @@ def test_a_peer_that_paired_again_before_a_route_failed_does_not_have_it_tried_a
         network.tried.get(timeout=0.2)
     routed.sender.try_again()
     assert network.tried.get(timeout=5) == "rdma"
+
+
+def test_an_error_while_a_sender_is_idle_does_not_end_it(
+    start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver of an HCA is loaded again, and its device has just been removed."""
+    monkeypatch.setattr(routed_engine, "LOOK_S", SOON_S)
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    looked = threading.Event()
+
+    def removed(_: object) -> str | None:
+        looked.set()
+        raise FileNotFoundError("/sys/class/infiniband/mlx5_0/ports")
+
+    monkeypatch.setattr(routed_engine, "port_problem", removed)
+    assert looked.wait(5)
+    monkeypatch.setattr(routed_engine, "port_problem", lambda _: None)
+    assert routed.send().ok

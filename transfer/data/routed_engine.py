@@ -184,6 +184,7 @@ class RoutedEngine:
             )
         self._used = used
         if used and self._routes[0].transport == "rdma" and self._local.rdma is not None and self._retrier is None:
+            self._wanted.clear()  # the peer may have introduced itself again long before
             self._retrier = threading.Thread(target=self._retry, name=f"retry-{self._routes[0].session}", daemon=True)
             self._retrier.start()
 

@@ -10,7 +10,6 @@ result then has `late_writes`, and the peer must not reuse these destination pag
 """
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
@@ -285,10 +284,18 @@ class PeerSender:
                 if not cancelled and not idle:
                     return self._queue.popleft() if self._queue else None
             if idle:
-                with contextlib.suppress(PeerUnreachableError, StartupError):  # then the next job reports it
-                    self._routed.look()
+                self._look()
             for pending in cancelled:
                 self._finish(pending, None, False)
+
+    def _look(self) -> None:
+        """Change the route while there is nothing to send, if necessary. If no route works, the next job reports it."""
+        try:
+            self._routed.look()
+        except (PeerUnreachableError, StartupError) as error:
+            log.debug("no connection to %s at present: %s", self.session, error)
+        except Exception:
+            log.exception("error while connecting to %s", self.session)
 
     def _send(self, pending: _Pending) -> None:
         """Write all of a job. Returns early, with nothing in flight, when it is cancelled; raises when it fails."""

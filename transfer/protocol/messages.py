@@ -17,9 +17,9 @@ History
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
-  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck, CachedPrefixes
+  P -> D  Welcome, ChunkArrived, PrefillDone, TransferFailed, AbortAck, CachedPrefixes
           StageRequest, StageArrived, StageStopped
-  both    Heartbeat, HeartbeatAck
+  both    Heartbeat, HeartbeatAck, Refused
 
 A transfer is identified by (transfer_id, generation): decode assigns the id, and a retry of the same request into new
 pages is the next generation. Messages of another generation are stale and ignored.

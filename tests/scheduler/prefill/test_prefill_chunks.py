@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 
-from pdserve.common.sampling import LogprobParams, SamplingParams, TokenLogprob
+from pdserve.common.sampling import Grammar, LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.step_rows import prefill_row
-from pdserve.scheduler.messages.ranks import ChunkReport, RunStep
+from pdserve.scheduler.messages.ranks import ChunkReport, GrammarReady, RankCommand, RunStep, SentStep
 from pdserve.scheduler.messages.step import StepResult, StepRow
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
@@ -157,11 +158,44 @@ def test_ranks_get_the_whole_prompt_only_when_it_is_needed() -> None:
     penalty = SamplingParams(repetition_penalty=1.5)
     *others, last = sent(destination(1, sampling=penalty, output_tokens=10))
     assert [row.prompt_ids for row in others] == [()] * 4
-    assert (last.prompt_ids, last.draws[0].output_ids, last.draws[0].output_index) == (prompt[:290], prompt[290:], 10)
+    (draw,) = last.draws
+    assert (last.prompt_ids, draw.output_ids, draw.output_index) == (prompt[:290], tuple(prompt[290:]), 10)
     plain = sent(destination(1, output_tokens=10))[-1]
     assert (plain.draws[0].output_ids, plain.draws[0].output_index) == ((), 10)
     scored = sent(destination(1, logprobs=LogprobParams(start=0)))
     assert all(row.prompt_ids == prompt and row.prompt_logprobs_from == 0 for row in scored)
+
+
+@pytest.mark.parametrize("granularity", ["page", "token"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampling": SamplingParams(repetition_penalty=1.5)},
+        {"sampling": SamplingParams(presence_penalty=0.5), "output_tokens": 10},
+        {"sampling": SamplingParams(grammar=Grammar("regex", "a*"))},
+        {"logprobs": LogprobParams(start=0)},
+    ],
+)
+def test_commands_for_a_prompt_from_a_peer_can_be_sent_to_rank_processes(
+    options: dict[str, object], granularity: str
+) -> None:
+    """A message brings its integers as arrays, which msgpack does not know."""
+    prefill = Prefill()
+    wanted = destination(1, granularity=granularity, prefix_tokens=THEIR_PAGE, **options)
+    prompt, indices = np.arange(100, dtype=np.int32), np.arange(100 - THEIR_PAGE, dtype=np.int32)
+    prefill.scheduler.handle(MessageReceived(DECODE, wanted, (prompt, indices)), 0.0)
+    if wanted.sampling.grammar is not None:
+        prefill.scheduler.handle(GrammarReady(0, 0), 0.0)
+    writes = [*prefill.step(), *prefill.step()]
+    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(RankCommand).decode
+    received = decode(encode(SentTables().pack(RunStep(1, tuple(prefill.rows)))))
+    assert isinstance(received, SentStep)
+    assert [token for sent in received.rows for token in sent.row.token_ids] == [*range(100)]
+    before = 100 - wanted.output_tokens
+    if wanted.sampling.grammar is None:
+        assert received.rows[-1].row.prompt_ids == [*range(before)]
+    assert all(draw.output_ids == [*range(before, 100)] for draw in received.rows[-1].row.draws)
+    assert [decode(encode(write)) for write in writes] == writes
 
 
 def test_waiting_prompt_is_matched_with_the_cache_only_after_memory_changes(

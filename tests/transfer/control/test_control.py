@@ -48,6 +48,7 @@ from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.control.reachability import HTTP_PORT
 from pdserve.transfer.control.reliable_channel import ReliableChannel
 from pdserve.transfer.control.session import Timing
+from pdserve.transfer.control.unknown_peers import UNKNOWN_PEER_BYTES, UNKNOWN_PEER_MESSAGES
 from pdserve.transfer.mooncake.infiniband import port_states
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.layout import KvLayout, Plane
@@ -572,6 +573,28 @@ def test_cut_connection_closes_the_peer_and_a_new_one_pairs(cluster: Cluster, bo
         at_prefill.wait(MessageReceived, 4)
         at_decode.wait(MessageReceived)
         assert at_prefill.messages() == [*(Abort(key(index), "before") for index in range(3)), Abort(key(3), "after")]
+        client.close()
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(UNKNOWN_PEER_MESSAGES + 40, 1), (1, UNKNOWN_PEER_BYTES // 2)])
+def test_messages_before_prefill_uses_a_new_connection_are_delivered(cluster: Cluster, count: int, tokens: int) -> None:
+    """Decode may send as soon as it has its Welcome. Prefill waits until the first connection is silent."""
+    timing = Timing(heartbeat_interval_s=0.4, peer_timeout_s=10.0)
+    server, at_prefill = cluster.prefill(timing=timing)
+    with TcpProxy(server.port) as proxy:
+        client, at_decode = cluster.decode("d1", proxy.port, timing=timing)
+        at_prefill.wait(PeerUp)
+        proxy.both_ends = False
+        proxy.cut()
+        at_decode.wait(PeerUp, 2)
+        wanted = [KvDestination(key(index), f"r{index}", SamplingParams(), 1.0) for index in range(count)]
+        for message in wanted:
+            client.send(InstanceId("p1"), message, np.zeros(tokens, dtype=np.int32), np.zeros(1, dtype=np.int32))
+        at_prefill.wait(MessageReceived, count, timeout_s=10)
+        assert at_prefill.messages() == wanted
+        assert at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        assert server.stats()["unknown_peer"] > 0, "prefill used the new connection at once"
+        assert server.stats()["connections_cut"] == 0
         client.close()
 
 

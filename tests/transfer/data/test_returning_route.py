@@ -311,3 +311,40 @@ def test_a_peer_is_stalled_when_one_write_takes_too_long_however_many_are_in_fli
     started = time.monotonic()
     assert "made no progress" in routed.results.get(timeout=30).reason
     assert time.monotonic() - started < 4, "as long as four writes may take: 6.4 s"
+
+
+def test_a_peer_that_paired_again_before_a_route_failed_does_not_have_it_tried_at_once(
+    network: Network, start: Callable[[], Routed]
+) -> None:
+    """Trials are small: they may pass at once, and the next KV fails again."""
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    routed.sender.try_again()
+    network.failing = {"rdma"}
+    assert not routed.send().ok
+    assert routed.send().transport == "tcp"
+    assert network.tried.get(timeout=5) == "rdma"
+    assert network.tried.get(timeout=5) == "tcp"
+    with pytest.raises(queue.Empty):
+        network.tried.get(timeout=0.2)
+    routed.sender.try_again()
+    assert network.tried.get(timeout=5) == "rdma"
+
+
+def test_an_error_while_a_sender_is_idle_does_not_end_it(
+    start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver of an HCA is loaded again, and its device has just been removed."""
+    monkeypatch.setattr(routed_engine, "LOOK_S", SOON_S)
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    looked = threading.Event()
+
+    def removed(_: object) -> str | None:
+        looked.set()
+        raise FileNotFoundError("/sys/class/infiniband/mlx5_0/ports")
+
+    monkeypatch.setattr(routed_engine, "port_problem", removed)
+    assert looked.wait(5)
+    monkeypatch.setattr(routed_engine, "port_problem", lambda _: None)
+    assert routed.send().ok

@@ -208,6 +208,8 @@ def groups(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ("plain", {"activation_scheme": "other"}, r"\(fp8, activation_scheme other\)"),
         ("plain", {"fmt": "e5m2"}, r"\(fp8, fmt e5m2\)"),
         ("plain", {"kv_cache_scheme": "static"}, r"\(fp8, kv_cache_scheme static\)"),
+        ("plain", {"weight_block_size": [128, 128], "fmt": "e5m2"}, r"\(fp8, fmt e5m2\)"),
+        ("plain", {"weight_block_size": [128, 128], "kv_cache_scheme": "static"}, r"\(fp8, kv_cache_scheme static\)"),
         ("plain", {"weight_block_size": [128]}, r"\(fp8, weight_block_size \[128\]\)"),
         ("plain", {"quant_method": "modelopt", "quant_algo": "FP8"}, r"\(modelopt, quant_algo FP8\)"),
         ("channel", {"format": "int-quantized"}, r"\(compressed-tensors, format int-quantized\)"),

@@ -257,3 +257,14 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
     with pytest.raises(StartupError, match=r"shape \[7, 1\]; a matrix of 96 rows takes 1 or 96 scales"):
         load_weights(source, parameters.slots())
+
+
+def test_scale_of_a_norm_is_refused(plain: Path, tmp_path: Path) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config("plain")}))
+    (tmp_path / "tokenizer.json").symlink_to(plain / "tokenizer.json")
+    values = load_file(plain / "model.safetensors")
+    save_file(values | {"model.norm.weight_scale": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    source = locate_model(str(tmp_path))
+    with pytest.raises(StartupError, match=r"tensor 'model\.norm\.weight_scale' is not part of llama"):
+        load_weights(source, allocate_parameters(source.config, device=CPU, dtype=torch.float32).slots())

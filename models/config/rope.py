@@ -8,7 +8,7 @@ import numpy as np
 
 from ...common.errors import StartupError
 from ..formats.gguf_file import GgufFile
-from ..formats.json_fields import Json, integer, number, refuse_others, shown
+from ..formats.json_fields import Json, bare, integer, number, refuse_others, shown
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 _DEFAULT_THETA = 10_000.0
@@ -50,6 +50,8 @@ class RopeConfig:
 def read_hf_rope(path: Path, raw: Json, max_positions: int, default_theta: float = _DEFAULT_THETA) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before)."""
     rope: Json = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    if own := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise StartupError(f"{path}: rope parameters of some layers ({bare(own[0])}) are not supported here")
     theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", default_theta))
     rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotary_share not in (None, 1, 1.0):

@@ -8,11 +8,20 @@ import numpy as np
 
 from ...common.errors import StartupError
 from ..formats.gguf_file import GgufFile
-from ..formats.json_fields import Json, integer, number, shown
+from ..formats.json_fields import Json, bare, integer, number, refuse_others, shown
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 _DEFAULT_THETA = 10_000.0
 _ORIGINAL = "original_max_position_embeddings"
+_GGUF_DEFAULTS = {
+    "attn_factor": 1,
+    "yarn_ext_factor": 1,
+    "yarn_attn_factor": 1,
+    "yarn_beta_fast": 32,
+    "yarn_beta_slow": 1,
+    "yarn_log_multiplier": 0,
+}
+"""Fields of GGUF files that llama.cpp computes with, and their values in files without them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class RopeConfig:
 def read_hf_rope(path: Path, raw: Json, max_positions: int, default_theta: float = _DEFAULT_THETA) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before)."""
     rope: Json = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    if own := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise StartupError(f"{path}: rope parameters of some layers ({bare(own[0])}) are not supported here")
     theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", default_theta))
     rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotary_share not in (None, 1, 1.0):
@@ -98,23 +109,27 @@ def read_gguf_rope(file: GgufFile, architecture: str, head_dim: int) -> RopeConf
     rotary_dim = integer(path, raw, f"{prefix}.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise StartupError(f"{path}: {prefix}.dimension_count is {rotary_dim}; supported is the head size, {head_dim}")
+    scaling = f"{prefix}.scaling"
+    supported = {f"{prefix}.scale_linear": 1} | {f"{scaling}.{name}": value for name, value in _GGUF_DEFAULTS.items()}
+    refuse_others(path, raw, supported)
+    scaled = raw.get(f"{scaling}.factor", 1) not in (0, 1)
+    kind = raw.get(f"{scaling}.type", "linear" if scaled else "none")  # as in llama.cpp
     if (table := file.tensors.get("rope_freqs.weight")) is not None:  # how llama3 scaling is stored
+        if kind != "none" and scaled:
+            raise StartupError(f"{path}: {scaling}.factor is not supported beside the tensor 'rope_freqs.weight'")
         values = np.concatenate([rows.ravel() for _, rows in file.read_rows(table)])
         if values.shape != (head_dim // 2,):
             raise StartupError(f"{path}: tensor 'rope_freqs.weight' has {values.size} values, expected {head_dim // 2}")
         return RopeConfig(kind="factors", theta=theta, factors=tuple(values.tolist()))
-    kind = raw.get(f"{prefix}.scaling.type", "none")
     if kind == "none":
         return RopeConfig(theta=theta)
-    factor = number(path, raw, f"{prefix}.scaling.factor")
+    factor = number(path, raw, f"{scaling}.factor")
     if kind == "linear":
         return RopeConfig(kind="linear", theta=theta, factor=factor)
     if kind == "yarn":
-        original = integer(path, raw, f"{prefix}.scaling.original_context_length")
+        original = integer(path, raw, f"{scaling}.original_context_length")
         return RopeConfig(kind="yarn", theta=theta, factor=factor, original_context_length=original)
-    raise StartupError(
-        f"{path}: {prefix}.scaling.type {shown(kind)} is not supported; supported are none, linear, yarn"
-    )
+    raise StartupError(f"{path}: {scaling}.type {shown(kind)} is not supported; supported are none, linear, yarn")
 
 
 def context_length(rope: RopeConfig, max_positions: int) -> int:

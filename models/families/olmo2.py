@@ -3,7 +3,8 @@
     hidden  +=  norm(attention(hidden))      with queries norm(q(hidden)) over all heads, and keys alike
     hidden  +=  norm(mlp(hidden))
 
-With tensor parallelism, ranks add the squares of their heads.
+With tensor parallelism, ranks add the squares of their heads. cos and sin of rotary embeddings are rounded to the dtype
+of the model, as those of other families; transformers keeps them in float32 for this one.
 """
 
 from dataclasses import replace

@@ -81,8 +81,8 @@ class Fp8Checkpoint(StoredCheckpoint):
         self._block = scheme.block
         self._scale_of = {
             name: name + suffix
-            for name in files.shapes
-            if name.endswith(_WEIGHT)
+            for name, shape in files.shapes.items()
+            if name.endswith(_WEIGHT) and len(shape) == 2
             for suffix in _SCALES
             if name + suffix in files.shapes
         }

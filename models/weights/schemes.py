@@ -96,6 +96,7 @@ def read_scheme(path: Path, raw: Json) -> Scheme | None:
         case "fbgemm_fp8", _:
             return Fp8Scheme(None)
         case "fp8", [int(rows), int(columns)] if rows > 0 and columns > 0:
+            _check_fp8(path, config)
             return Fp8Scheme((rows, columns))
         case "fp8", None:
             _check_fp8(path, config)
@@ -113,9 +114,9 @@ def read_mxfp4_experts(path: Path, raw: Json) -> Scheme | None:
 
 
 def _check_fp8(path: Path, config: Json) -> None:
-    """fp8 with a scale per matrix. Scales of activations are not used: see fp8.py."""
+    """fp8 with a scale per block or per matrix. Scales of activations are not used: see fp8.py."""
     _require(path, "fp8", config, "activation_scheme", ("dynamic", "static"), missing=True)
-    _require(path, "fp8", config, "fmt", ("e4m3",), missing=True)
+    _require(path, "fp8", config, "fmt", ("e4m3", "float8_e4m3fn"), missing=True)
     _require(path, "fp8", config, "kv_cache_scheme", (None, {}), missing=True)
 
 

@@ -211,6 +211,8 @@ class GrammarChecker:
         was_ready = False
         try:
             async for line in process.stdout:
+                if self._closed:
+                    break  # it has answered a grammar that nobody waits for
                 self._heard_at = time.monotonic()
                 if not self._ready:
                     log.info("grammar compiler started in %.1f s", self._heard_at - started)

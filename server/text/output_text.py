@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .regex_automata import Automaton
 from .stop_regexes import StopRegexes
 from .stop_strings import StopStrings
 from .tokenizer import TextStream, Tokenizer
@@ -17,7 +18,7 @@ class TextRules:
     """
 
     stop_strings: tuple[str, ...] = ()
-    stop_regexes: tuple[str, ...] = ()
+    stop_regexes: tuple[Automaton, ...] = ()
     show_stop: bool = False
     hidden_token_ids: frozenset[int] = frozenset()
     skip_special_tokens: bool = True

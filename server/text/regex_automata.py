@@ -59,7 +59,8 @@ MOST_SETS = 512
 class Automaton:
     """An expression. Requests share it; what it has computed before takes one look-up per character."""
 
-    def __init__(self, begin: _State, size: int, listed: int) -> None:
+    def __init__(self, pattern: str, begin: _State, size: int, listed: int) -> None:
+        self.pattern = pattern
         self.size = size
         self.listed = listed
         states = _reachable(begin)
@@ -163,7 +164,7 @@ def compile_stop_regex(pattern: str) -> Automaton:
         begin = builder.sequence(tree, tree.state.flags, _State(final=True))
     except (error, OverflowError, RecursionError) as problem:
         raise StopRegexError(f"is not a valid regular expression: {problem}") from None
-    automaton = Automaton(begin, builder.size, builder.listed)
+    automaton = Automaton(pattern, begin, builder.size, builder.listed)
     if automaton.at(None, END).ready(BEGIN) & END_STATE:
         raise StopRegexError("matches the empty text, so it would end every output at once")
     return automaton

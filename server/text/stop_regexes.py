@@ -4,10 +4,10 @@ Expressions are simulated as automata (regex_automata.py) in one pass over the t
 character is bounded by the size of all expressions together (MAX_SIZE): at most a quarter of a millisecond.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .regex_automata import BEGIN, END, END_STATE, Automaton, StateSet, compile_stop_regex
+from .regex_automata import BEGIN, END, END_STATE, Automaton, StateSet
 from .stop_strings import StopStrings
 
 MAX_MATCH_CHARACTERS = 4096
@@ -31,13 +31,13 @@ class StopRegexes:
     `$` and `\\b` treat the end of a piece as the end of the text, as in SGLang, which searches after each token.
     """
 
-    def __init__(self, strings: Sequence[str], patterns: Sequence[str], show_stop: bool = False) -> None:
+    def __init__(self, strings: Sequence[str], expressions: Iterable[Automaton], show_stop: bool = False) -> None:
         self.matched: str | None = None
         self._show_stop = show_stop
         self._strings = StopStrings(strings)
         self._string_match: Match | None = None
         """Match of the stop string that ends at `_position`, if one does."""
-        self._automata = [(pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)]
+        self._automata = list(dict.fromkeys(expressions))
         # for each automaton: the states that the text so far has reached, by the position where their match began, in
         # order; each state is in one set only
         self._reached: list[list[tuple[int, StateSet]]] = [[] for _ in self._automata]
@@ -84,10 +84,10 @@ class StopRegexes:
         consumed.
         """
         best = self._string_match
-        for index, (pattern, automaton) in enumerate(self._automata):
+        for index, automaton in enumerate(self._automata):
             start, reached = self._follow(automaton, self._reached[index], following)
             if start is not None and (best is None or start < best.start):
-                best = Match(start, self._position, pattern)
+                best = Match(start, self._position, automaton.pattern)
             if following != END:
                 self._reached[index] = reached
         if following != END:

@@ -29,9 +29,9 @@ from .token_floor import TokenFloor
 _MOST_TEMPLATE_BYTES = 1 << 20
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
-_LONGEST_SILENCE = 1024
+_LONGEST_SILENCE = 128
 """The last token of a prompt that has a text is searched among so many: a prompt may have a million without one, and
-its output begins on the event loop.
+its outputs, of which a call has hundreds, begin on the event loop.
 """
 _GGUF_TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

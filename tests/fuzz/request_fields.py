@@ -234,12 +234,22 @@ SHARED: dict[str, Callable[[int], Case]] = {
 }
 
 
+def own_stops(prompt: int) -> Case:
+    """Stop expressions that no other prompt has."""
+    return {"stop_regex": [chr(0x4E00 + 8 * prompt + at) for at in range(8)]}
+
+
 def begin_prompts(case: Case) -> float:
     """CPU time on the event loop until the requests of a call are sent to the leader."""
     prompts, inline = case["prompts"], case["inline"]
     room = (INLINE_BYTES if inline else MAX_BODY_BYTES // prompts) - 2000
-    fields = {"n": case["samples"], **SHARED[case["field"]](room)}
-    params = fields if inline else [fields] * prompts
+    params: Case | list[Case]
+    if case["field"] == "own stop_regex":
+        prompts = min(prompts, 128)
+        params = [own_stops(prompt) for prompt in range(prompts)]
+    else:
+        fields = {"n": case["samples"], **SHARED[case["field"]](room)}
+        params = fields if inline else [fields] * prompts
     body = json.dumps({"text": ["Hi"] * prompts, "sampling_params": params}).encode()
     assert len(body) <= (INLINE_BYTES if inline else MAX_BODY_BYTES)
     began_s = time.thread_time()
@@ -291,7 +301,7 @@ PROMPTS = st.fixed_dictionaries(
     {
         "prompts": st.integers(1, 256),
         "samples": st.integers(1, 16),
-        "field": st.sampled_from(sorted(SHARED)),
+        "field": st.sampled_from([*sorted(SHARED), "own stop_regex"]),
         "inline": st.booleans(),
     }
 )

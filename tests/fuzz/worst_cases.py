@@ -207,10 +207,10 @@ def find_stops(case: Case) -> float:
     """CPU time for each character of the output."""
     patterns = [case["pattern"].replace("N", str(case["times"])) + f"Q{at}" for at in range(case["patterns"])]
     try:
-        check_stop_regexes([(NativeSampling(stop_regex=patterns), "")])
+        compiled = check_stop_regexes([(NativeSampling(stop_regex=patterns), "")])
     except FieldError:
         return 0.0
-    stops = StopRegexes([], patterns)
+    stops = StopRegexes([], compiled.values())
     text = (case["text"] * STOP_CHARACTERS)[:STOP_CHARACTERS]
 
     began_s = time.thread_time()

@@ -85,10 +85,10 @@ def _content(block: Block, text: str) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """The arguments of a call; empty if the output ended in the middle of them."""
+    """The arguments of a call; empty if the output ended in the middle of them, or they are nested too deeply."""
     try:
         arguments: Json = msgspec.json.decode(text or "{}", type=dict)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return {}
     return arguments
 

@@ -84,7 +84,7 @@ def make_call(
     `grammars` are those of the prompts' outputs; if None, they are taken from the sampling fields.
     """
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
-    check_stop_regexes(params)
+    expressions = check_stop_regexes(params)
     routed, group = fields.submits(shape, limits, prompt_ids)
     named: list[NamedGrammar] = []
     shared: dict[int, SamplingParams] = {}  # by the identity of the fields: the same object may stand for all prompts
@@ -98,7 +98,7 @@ def make_call(
             shared[key] = asked.shared_sampling(limits, grammar[1] if grammar is not None else None, path)
         sampling = asked.sampling(shared[key], limits, len(submit.prompt_ids), path)
         submits.append(msgspec.structs.replace(submit, sampling=sampling, logprobs=wanted))
-        text_rules.append(replace(asked.text_rules(sampling, limits), before=submit.prompt_ids))
+        text_rules.append(replace(asked.text_rules(sampling, limits, expressions), before=submit.prompt_ids))
     return Call(
         fields,
         tuple(submits),

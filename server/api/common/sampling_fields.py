@@ -39,6 +39,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_REGEXES = 8
 MAX_SIZE_OF_CALL = 4 * MAX_SIZE
+MAX_STOP_REGEXES_OF_CALL = 128
+"""Most different ones. The smallest takes 0.1 ms to compile."""
 MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = (1 << 63) - 1
@@ -199,8 +201,8 @@ class SamplingFields(DistributionFields, GrammarFields):
             ),
         )
 
-    def text_rules(self, sampling: SamplingParams, limits: Limits) -> TextRules:
-        """Which text ends the output, and what of the output is shown."""
+    def text_rules(self, sampling: SamplingParams, limits: Limits, compiled: Mapping[str, Automaton]) -> TextRules:
+        """Which text ends the output, and what of the output is shown. `compiled` has the stop expressions."""
         keep_stop = bool(
             self.no_stop_trim if self.include_stop_str_in_output is None else self.include_stop_str_in_output
         )
@@ -208,7 +210,7 @@ class SamplingFields(DistributionFields, GrammarFields):
         ends = set(sampling.stop_token_ids) | (limits.eos_token_ids if eos_ends else set())
         return TextRules(
             stop_strings=tuple(self.stop or ()),
-            stop_regexes=tuple(self.stop_regex or ()),
+            stop_regexes=tuple(compiled[pattern] for pattern in self.stop_regex or ()),
             show_stop=keep_stop,
             hidden_token_ids=frozenset() if keep_stop else frozenset(ends),
             skip_special_tokens=self.skip_special_tokens is not False,
@@ -254,11 +256,12 @@ class SamplingFields(DistributionFields, GrammarFields):
         return tuple(sorted(biases.items()))
 
 
-def check_stop_regexes(params: Sequence[tuple[SamplingFields, str]]) -> None:
-    """Compiles the stop expressions of a call. `params` are those of `check_samples`. Raises FieldError.
+def check_stop_regexes(params: Sequence[tuple[SamplingFields, str]]) -> Mapping[str, Automaton]:
+    """Compiles the stop expressions of a call: outputs begin on the event loop, which must not do it. `params` are
+    those of `check_samples`. Raises FieldError.
 
-    The size of a prompt's expressions bounds the work for each character of its output; the sizes of all different ones
-    bound the time that it takes to compile them.
+    The size of a prompt's expressions bounds the work for each character of its output; the number and the sizes of all
+    different ones bound the time that it takes to compile them.
     """
     compiled: dict[str, Automaton] = {}
     items = listed = 0
@@ -277,9 +280,11 @@ def check_stop_regexes(params: Sequence[tuple[SamplingFields, str]]) -> None:
             (own, MAX_SIZE, "items"),
             (items, MAX_SIZE_OF_CALL, "items in all prompts"),
             (listed, MAX_LISTED, "characters in ranges of classes"),
+            (len(compiled), MAX_STOP_REGEXES_OF_CALL, "different expressions in all prompts"),
         ):
             if count > most:
                 raise FieldError(name, f"is too large: it has {count} {what} in total; at most {most} are allowed")
+    return compiled
 
 
 def check_samples(params: Sequence[tuple[SamplingFields, str]], limits: Limits) -> int:

@@ -106,6 +106,11 @@ def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None
             {"hidden_activation": "gelu"},
             "hidden_activation 'gelu' is not supported; supported is",
         ),
+        (
+            "qwen2",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {}}},
+            r"rope parameters of some layers \(full_attention\) are not supported here",
+        ),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; supported is"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         (

@@ -208,6 +208,8 @@ def groups(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ("plain", {"activation_scheme": "other"}, r"\(fp8, activation_scheme other\)"),
         ("plain", {"fmt": "e5m2"}, r"\(fp8, fmt e5m2\)"),
         ("plain", {"kv_cache_scheme": "static"}, r"\(fp8, kv_cache_scheme static\)"),
+        ("plain", {"weight_block_size": [128, 128], "fmt": "e5m2"}, r"\(fp8, fmt e5m2\)"),
+        ("plain", {"weight_block_size": [128, 128], "kv_cache_scheme": "static"}, r"\(fp8, kv_cache_scheme static\)"),
         ("plain", {"weight_block_size": [128]}, r"\(fp8, weight_block_size \[128\]\)"),
         ("plain", {"quant_method": "modelopt", "quant_algo": "FP8"}, r"\(modelopt, quant_algo FP8\)"),
         ("channel", {"format": "int-quantized"}, r"\(compressed-tensors, format int-quantized\)"),
@@ -255,3 +257,14 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
     with pytest.raises(StartupError, match=r"shape \[7, 1\]; a matrix of 96 rows takes 1 or 96 scales"):
         load_weights(source, parameters.slots())
+
+
+def test_scale_of_a_norm_is_refused(plain: Path, tmp_path: Path) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config("plain")}))
+    (tmp_path / "tokenizer.json").symlink_to(plain / "tokenizer.json")
+    values = load_file(plain / "model.safetensors")
+    save_file(values | {"model.norm.weight_scale": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    source = locate_model(str(tmp_path))
+    with pytest.raises(StartupError, match=r"tensor 'model\.norm\.weight_scale' is not part of llama"):
+        load_weights(source, allocate_parameters(source.config, device=CPU, dtype=torch.float32).slots())

@@ -121,6 +121,13 @@ async def test_stop_regexes_of_many_prompts_are_limited_together(decode: Running
     assert "items in all prompts in total; at most 2048 are allowed" in answer.json()["error"]["message"]
 
 
+async def test_different_stop_regexes_of_many_prompts_are_counted(decode: RunningServer) -> None:
+    params = [{"stop_regex": [chr(0x4E00 + 8 * at + each) for each in range(8)]} for at in range(17)]
+    answer = await decode.http.post("/generate", json={"text": ["a"] * len(params), "sampling_params": params})
+    assert answer.json()["error"]["param"] == "sampling_params[16].stop_regex"
+    assert "136 different expressions in all prompts in total; at most 128" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/generate", *PROMPTS])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_aborted_request_returns_the_output_so_far(decode: RunningServer, path: str, stream: bool) -> None:

@@ -12,12 +12,13 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from pdserve.common.errors import OverloadedError, ServerError, UnavailableError
 from pdserve.common.sampling import Grammar
-from pdserve.models.grammar.check_messages import STOPPED, state_and_cpu_s
+from pdserve.models.grammar.check_messages import STOPPED, Report, state_and_cpu_s
 from pdserve.server.engine import grammar_checker
 from pdserve.server.engine.grammar_checker import GrammarChecker
 from pdserve.server.launch.frontend import raise_open_files_limit
@@ -321,3 +322,22 @@ async def test_cache_of_results_has_a_limited_size(checker: GrammarChecker, monk
         assert await checker.check(grammar) is None
     assert list(checker._known) == [GOOD]
     assert checker._known_characters == len(GOOD.text)
+
+
+async def test_answer_that_arrives_with_the_end_is_dropped() -> None:
+    checker = GrammarChecker("model", "auto")
+    program = "import sys; print('{}', flush=True); sys.stdin.read()"
+    checker._command = [sys.executable, "-c", program]
+    asking = asyncio.create_task(checker.check(GOOD))
+    async with asyncio.timeout(20):
+        while not checker._running:
+            await asyncio.sleep(0.01)
+    attending, process = checker._attending, checker._process
+    assert attending is not None
+    assert process is not None
+    assert process.stdout is not None
+    process.stdout.feed_data(msgspec.json.encode(Report(*checker._running)) + b"\n")
+    checker.close()
+    with pytest.raises(UnavailableError):
+        await asking
+    await attending

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = r"""
-from pdserve.server.text.regex_automata import StopRegexError
+from pdserve.server.text.regex_automata import StopRegexError, compile_stop_regex
 from pdserve.server.text.stop_regexes import StopRegexes
 TEXTS = "aAbB1_ \nÄä", "xbby", "ab\nba b", "a" * 9
 for pattern in (r"[^b]\w\s", r".\n", r"(?s:A.*\n)", r"(?i:ä)", r"(?a:\w)\w", r"x*?(b){2,3}y+|1_", r"(?m)^b", r"a$",
@@ -20,7 +20,7 @@ for pattern in (r"[^b]\w\s", r".\n", r"(?s:A.*\n)", r"(?i:ä)", r"(?a:\w)\w", r"
     try:
         found = []
         for text in TEXTS:
-            stops = StopRegexes((), (pattern,))
+            stops = StopRegexes((), (compile_stop_regex(pattern),))
             shown = stops.push(text)
             found.append(len(shown) if stops.matched else None)
         print(pattern, found)

@@ -54,7 +54,7 @@ def test_result_does_not_depend_on_the_pieces(
     text = "".join(piece for piece, _ in pieces)
     match = reference(pieces, patterns)
     expected = text if match is None else text[: match[1] if show_stop else match[0]]
-    stops = StopRegexes([], patterns, show_stop)
+    stops = StopRegexes([], map(compile_stop_regex, patterns), show_stop)
     shown = ""
     for piece, armed in pieces:
         shown += stops.push(piece, armed)
@@ -65,7 +65,7 @@ def test_result_does_not_depend_on_the_pieces(
 
 
 def run(pieces: list[str], *patterns: str, strings: tuple[str, ...] = ()) -> tuple[str, str | None]:
-    stops = StopRegexes(strings, patterns)
+    stops = StopRegexes(strings, map(compile_stop_regex, patterns))
     shown = ""
     for piece in pieces:
         shown += stops.push(piece)
@@ -103,19 +103,19 @@ def test_match_that_ends_first_is_used() -> None:
 
 
 def test_only_a_possible_match_is_held_back() -> None:
-    stops = StopRegexes(["xyz"], [r"ab\d"])
+    stops = StopRegexes(["xyz"], [compile_stop_regex(r"ab\d")])
     assert [stops.push(piece) for piece in ("a", "b", "a", "b-", "xy", "a")] == ["", "", "ab", "ab-", "", "xy"]
     assert stops.finish() == "a"
 
 
 def test_stop_string_in_a_piece_that_is_not_armed_is_shown_at_once() -> None:
-    stops = StopRegexes(["xyz"], [r"ab\d"])
+    stops = StopRegexes(["xyz"], [compile_stop_regex(r"ab\d")])
     assert [stops.push("-xyz", armed=False), stops.push("-"), stops.push("xyz")] == ["-xyz", "-", ""]
     assert stops.matched == "xyz"
 
 
 def test_match_over_the_length_limit_is_not_found() -> None:
-    stops = StopRegexes([], [r"<.*>"])
+    stops = StopRegexes([], [compile_stop_regex(r"<.*>")])
     shown = stops.push("<" + "x" * (MAX_MATCH_CHARACTERS + 10))
     assert len(shown) >= 11
     assert stops.push(">") + stops.finish() != ""
@@ -162,7 +162,7 @@ def test_expression_that_defeats_backtracking_takes_linear_time(pattern: str) ->
 
 @pytest.mark.parametrize("pattern", [r"(?:.*\b){60}Q", r"(?:a*b?){60}Q"])
 def test_large_expression_takes_as_long_as_a_small_one_when_its_text_repeats(pattern: str) -> None:
-    stops, started = StopRegexes([], [pattern]), time.process_time()
+    stops, started = StopRegexes([], [compile_stop_regex(pattern)]), time.process_time()
     for _ in range(2500):
         stops.push("aaaa")
     assert time.process_time() - started < 0.4  # 0.05 s; 0.9 s and more if the states are followed for each character

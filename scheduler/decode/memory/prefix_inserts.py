@@ -93,17 +93,20 @@ class PrefixInserts:
             self._holds.release(self.of_ended.popleft().grant)
 
     def _add_ended(self, ended: _Ended, end: int) -> bool:
-        """Add its pages with the tokens before `end`, those of its prompt for all samples: 16 samples of a prompt of
-        131,072 tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. Returns
+        """Add its pages with the tokens before `end`. Those of its prompt count for all samples: 16 samples of a prompt
+        of 131,072 tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. Returns
         whether nothing is left to add.
         """
         grant, tokens, prompt = ended.grant, ended.tokens, ended.request.prompt
         inserted = _inserted(ended.request, grant)
-        if end < len(tokens) or len(prompt.members) > 1:
-            self._cache.insert(tokens, grant.pages, inserted, end=min(end, len(prompt.token_ids)), freed=grant.freed)
+        of_prompt = len(prompt.token_ids)
+        if len(prompt.members) > 1 and inserted.pages <= of_prompt // self._page_size:
+            self._cache.insert(tokens, grant.pages, inserted, end=min(end, of_prompt), freed=grant.freed)
             prompt.inserted.continue_at(inserted)
-        if end < len(tokens) and not inserted.complete:
-            return False
+        if end < len(tokens):
+            self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
+            if not inserted.complete:
+                return False
         self.keep(tokens, grant, inserted)
         return True
 

@@ -136,3 +136,20 @@ def test_pages_are_free_after_the_cache_was_flushed(prefix_cache: bool) -> None:
     idle_turns(scheduler)
     assert len(scheduler.cache) == (10 if prefix_cache else 0)
     assert scheduler.memory.allocator.available == 100
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_pages_of_a_long_answer_are_added_and_released(samples: int) -> None:
+    """Its prompt is short, and the samples share only the pages of that."""
+    scheduler = server(100)
+    run(scheduler, "long", 8, 40, samples)
+    while scheduler.requests:
+        scheduler.advance(0.0)
+        step = scheduler.next_step(0.0)
+        assert step is not None
+        results = [StepResult((TokenLogprob(10 + row.request.sample, None),), ()) for row in step.rows]
+        scheduler.step_done(step.command_id, results, 0.0)
+    assert not scheduler.idle
+    assert idle_turns(scheduler) >= 3 * samples
+    assert len(scheduler.cache) == 2 + 9 * samples
+    assert scheduler.memory.allocator.available == 100

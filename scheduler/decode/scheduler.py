@@ -291,7 +291,10 @@ class DecodeScheduler:
         self._submissions.calls = other._submissions.calls
 
     def flush_cache(self) -> int:
-        """Drop all cached prefixes; returns the number of pages. Pages in use are freed when their requests end."""
+        """Drop all cached prefixes, also those of ended requests that are still to be added; returns the number of
+        cached pages. Pages in use are freed when their requests end.
+        """
+        self.memory.inserts.drop_ended()
         if self.kv_store is not None:
             self.kv_store.stored.withdraw()
         return self.cache.flush()

@@ -88,7 +88,7 @@ class PrefixInserts:
                 self._holds.release(self.of_ended.popleft().grant)
 
     def drop_ended(self) -> None:
-        """Give up the pages that are held to be added: a request needs some."""
+        """Give up the pages that are held to be added: a request needs some, or the cache is flushed."""
         while self.of_ended:
             self._holds.release(self.of_ended.popleft().grant)
 

@@ -403,6 +403,7 @@ def reserve(
     if not allocator.can_grant(wanted, cached):
         prompt.refusal = Refusal(wanted + allocator.idle_among(cached), samples, allocator.chances)
         return None
+    prompt.refusal = None
     within = not local and (bool(cached) or not first)
     partial = cache.match_within(prompt.token_ids, prefix, most_cached) if within else None
     copied: PageGrant[KvPage] | None = None

@@ -183,7 +183,7 @@ class Prompt:
         self.computed_here = False
         """Only this server computes it: the first token of a prefill server may not match its grammar, or was late."""
         self.refusal: Refusal | None = None
-        """The last failed reservation."""
+        """The last reservation, if it has failed."""
         self.times_refused = 0
         """Attempts that a prefill server refused."""
         self.refused_since: float | None = None

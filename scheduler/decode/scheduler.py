@@ -378,6 +378,13 @@ class DecodeScheduler:
         if (inserts := self.memory.inserts).of_arrived or inserts.of_ended:
             inserts.add_some(running=bool(self.rooms.batch.running))
 
+    @property
+    def adds_pages(self) -> bool:
+        """Whether further turns add pages of ended requests to the prefix cache. Until then these pages are held, and
+        prompts may wait for them. While requests run, their steps bring enough turns.
+        """
+        return bool(self.memory.inserts.of_ended) and not self.rooms.batch.running
+
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the sampled token of each row, then the results of chunks. Results of requests that ended during the
         step are dropped.

@@ -249,14 +249,16 @@ class RequestMemory:
 
     def insert_answer(self, request: Request) -> None:
         """Keep the full pages of a finished request in the prefix cache, and offer them to the KV store."""
-        self.inserts.ended(request, request.prompt_ids + tuple(request.output_ids[:-1]))
+        assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
+        self.inserts.ended(request, request.grant, request.prompt_ids + tuple(request.output_ids[:-1]))
 
     # -- release -------------------------------------------------------------------------------------------------
 
     def release_copy(self, copy: Copy) -> None:
         """Release what a copy held that has ended. A request that ended during its "write_back" is cached then."""
         if copy.tokens:
-            self.inserts.keep(copy.tokens, copy.grant, InsertedPrefix())
+            assert isinstance(copy.owner, Request), f"{copy.kind} is not of a request"
+            self.inserts.ended(copy.owner, copy.grant, copy.tokens)
         self.holds.release(copy.grant)
 
     def close_hot(self, request: Request) -> None:

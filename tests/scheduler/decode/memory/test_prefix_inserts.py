@@ -14,6 +14,8 @@ from pdserve.scheduler.messages.frontend import Finished, Submit
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, KvDestination, PrefillDone
+from tests.scheduler.decode.test_scheduler_traces import MODES
+from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 
 PEER = InstanceId("peer")
 PAGE_SIZE = 4
@@ -154,3 +156,9 @@ def test_pages_of_a_long_answer_are_added_and_released(samples: int) -> None:
     assert idle_turns(scheduler) >= 3 * samples
     assert len(scheduler.cache) == 2 + 9 * samples
     assert scheduler.memory.allocator.available == 100
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_page_is_held_for_good_in_random_workloads(seed: int) -> None:
+    """The usual ones never have so many pages that these are added over several turns."""
+    run_workload(MODES[seed % len(MODES)].simulator(), ACTIONS, seed, 250)

@@ -95,7 +95,7 @@ class Transitions:
         """Queue a prompt that the scheduler of another data-parallel rank has given away. Our rank may not know its
         grammar yet.
         """
-        prompt.prompt_id = next(self._prompt_ids)
+        prompt.prompt_id, prompt.moved_at = next(self._prompt_ids), now
         prompt.refusal = prompt.cached_estimate = prompt.awaited = None
         prompt.cached_at.clear()
         if prompt.waiting[0].sampling.grammar is not None:

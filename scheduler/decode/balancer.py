@@ -69,8 +69,13 @@ def _kv_tokens(scheduler: DecodeScheduler) -> int:
 
 
 def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0) -> bool:
-    """Whether a scheduler has pages for all prompts in its queue and for this one, of which it has `cached` pages."""
-    limits, allocator, queue = scheduler.limits, scheduler.allocator, scheduler.rooms.queued
+    """Whether a scheduler has pages for all prompts that wait, in its queue or for their grammars, and for this one, of
+    which it has `cached` pages.
+    """
+    limits, allocator = scheduler.limits, scheduler.allocator
+    queue, compiling = scheduler.rooms.queued, scheduler.rooms.compiling
     wanted = pages_needed(tokens, samples, tokens + limits.growth_tokens, limits.page_size, limits.window) - cached
-    queued = pages_for(queue.tokens + len(queue) * (limits.growth_tokens + limits.page_size), limits.page_size)
+    tokens_queued = queue.tokens + sum(prompt.tokens for prompt in compiling)
+    prompts = len(queue) + len(compiling)
+    queued = pages_for(tokens_queued + prompts * (limits.growth_tokens + limits.page_size), limits.page_size)
     return wanted + queued <= allocator.available + allocator.lent

@@ -97,7 +97,8 @@ class Deadlines:
             case State.QUEUED if self._placer.can_compute(prompt):
                 pass  # it needs no prefill server
             case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
-                ends.append((max(since, lost_at, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
+                waits_since = max(since, lost_at, prompt.moved_at, self._resumed_at)
+                ends.append((waits_since + limits.prefill_wait_s, "prefill_wait_s"))
             case State.QUEUED if prompt.refused_since is not None:
                 ends.append((max(prompt.refused_since, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
         # not for a retracted request (it has output): it has no queue timeout if its KV is saved, so none here either

@@ -291,7 +291,10 @@ class DecodeScheduler:
         self._submissions.calls = other._submissions.calls
 
     def flush_cache(self) -> int:
-        """Drop all cached prefixes; returns the number of pages. Pages in use are freed when their requests end."""
+        """Drop all cached prefixes, also those of ended requests that are still to be added; returns the number of
+        cached pages. Pages in use are freed when their requests end.
+        """
+        self.memory.inserts.drop_ended()
         if self.kv_store is not None:
             self.kv_store.stored.withdraw()
         return self.cache.flush()
@@ -374,6 +377,13 @@ class DecodeScheduler:
             self.memory.send_write_backs()
         if (inserts := self.memory.inserts).of_arrived or inserts.of_ended:
             inserts.add_some(running=bool(self.rooms.batch.running))
+
+    @property
+    def adds_pages(self) -> bool:
+        """Whether further turns add pages of ended requests to the prefix cache. Until then these pages are held, and
+        prompts may wait for them. While requests run, their steps bring enough turns.
+        """
+        return bool(self.memory.inserts.of_ended) and not self.rooms.batch.running
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the sampled token of each row, then the results of chunks. Results of requests that ended during the

@@ -87,28 +87,32 @@ class Transitions:
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a new prompt with all its samples, now or when its grammar is compiled."""
         requests = requests_of(submit, next(self._prompt_ids), self._limits.request_timeout_s, now)
-        prompt, grammar = requests[0].prompt, submit.sampling.grammar
         self._counters["requests"] += len(requests)
-        self._take_in(prompt)
+        self._take_in(requests[0].prompt, now)
+        self._connect(requests[0].prompt, submit.client)
+
+    def adopt(self, prompt: Prompt, now: float) -> None:
+        """Queue a prompt that the scheduler of another data-parallel rank has given away. Our rank may not know its
+        grammar yet.
+        """
+        prompt.prompt_id, prompt.moved_at = next(self._prompt_ids), now
+        prompt.refusal = prompt.cached_estimate = prompt.awaited = None
+        prompt.cached_at.clear()
+        if prompt.waiting[0].sampling.grammar is not None:
+            _enter(prompt, State.COMPILING, now)
+        self._take_in(prompt, now)
+        self._connect(prompt)
+
+    def _take_in(self, prompt: Prompt, now: float) -> None:
+        """Queue a prompt that is new here, now or when its grammar is compiled."""
+        for request in prompt.waiting:
+            self.requests[request.rid] = request
+            self._deadlines.watch(request)
+        grammar = prompt.waiting[0].sampling.grammar
         if grammar is None:
             self._queued.push(prompt, now)
         else:
             self._compiling.push(prompt, grammar)
-        self._connect(prompt, submit.client)
-
-    def adopt(self, prompt: Prompt, now: float) -> None:
-        """Queue a prompt that the scheduler of another data-parallel rank has given away."""
-        prompt.prompt_id = next(self._prompt_ids)
-        prompt.refusal = prompt.cached_estimate = prompt.awaited = None
-        prompt.cached_at.clear()
-        self._take_in(prompt)
-        self._queued.push(prompt, now)
-        self._connect(prompt)
-
-    def _take_in(self, prompt: Prompt) -> None:
-        for request in prompt.waiting:
-            self.requests[request.rid] = request
-            self._deadlines.watch(request)
 
     def _connect(self, prompt: Prompt, client: str = "") -> None:
         if prompt.endpoint is not None:

@@ -19,6 +19,9 @@ from .step_rows import decode_row, local_row
 
 log = logging.getLogger(__name__)
 
+ADDING_PAUSE_S = 0.001
+"""Between turns that add pages of ended requests to the prefix cache, for other threads that need the GIL."""
+
 
 class DecodeEngine(Engine[DecodeScheduler]):
     """The events and effects of a decode server."""
@@ -76,6 +79,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
 
     @property
     def pause_s(self) -> float:
+        if self.scheduler.adds_pages:
+            return ADDING_PAUSE_S
         pause_s = self.scheduler.pause_s
         return pause_s if pause_s < math.inf else 0.0
 

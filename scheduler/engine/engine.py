@@ -96,7 +96,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
 
     @property
     def pause_s(self) -> float:
-        """How long the next step waits, if not for an event; else 0."""
+        """How long the next turn waits, if it has work without an event; else 0."""
         return 0.0
 
     def writes(self) -> bool:

@@ -43,7 +43,7 @@ class PrefillState(enum.StrEnum):
 
 DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.COMPILING: frozenset({State.QUEUED, State.ENDED}),
-    State.QUEUED: frozenset({State.PREFILLING, State.LOADING, State.COMPUTING, State.ENDED}),
+    State.QUEUED: frozenset({State.COMPILING, State.PREFILLING, State.LOADING, State.COMPUTING, State.ENDED}),
     State.PREFILLING: frozenset({State.VERIFYING, State.LOADING, State.ARRIVED, State.QUEUED, State.ENDED}),
     State.VERIFYING: frozenset({State.LOADING, State.ARRIVED, State.QUEUED, State.ENDED}),
     State.LOADING: frozenset({State.COMPUTING, State.ARRIVED, State.QUEUED, State.ENDED}),

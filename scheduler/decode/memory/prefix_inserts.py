@@ -46,24 +46,17 @@ class PrefixInserts:
         """The KV of its prompt is in its pages."""
         self.of_arrived.append(request)
 
-    def ended(self, request: Request, tokens: Sequence[int]) -> None:
-        """A request has finished, whose pages have the KV of `tokens`. Call this before its memory is released. If many
+    def ended(self, request: Request, grant: PageGrant[KvPage], tokens: Sequence[int]) -> None:
+        """A request has finished, whose pages have the KV of `tokens`. Call this before they are released. If many
         pages are left, they are held and added later: those of a million tokens would hold the loop for 0.3 s.
         """
-        assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
-        ended = _Ended(request, request.grant, tokens)
-        done = max(_inserted(request, request.grant).pages, request.grant.freed)
+        ended = _Ended(request, grant, tokens)
+        done = max(_inserted(request, grant).pages, grant.freed)
         if len(tokens) // self._page_size <= done + PAGES_AT_ONCE:
             self._add_ended(ended, len(tokens))
         else:
-            self._holds.hold(request.grant)
+            self._holds.hold(grant)
             self.of_ended.append(ended)
-
-    def keep(self, tokens: Sequence[int], grant: PageGrant[KvPage], inserted: InsertedPrefix) -> None:
-        """Add all full pages of a finished request, and offer them to the KV store."""
-        self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
-        if self._kv_store is not None:
-            self._kv_store.offer(self._kv_store.new_chain(), tokens, inserted)
 
     def add_some(self, *, running: bool) -> None:
         """Add a few pages. Call it when the ranks have their next step: to add all pages of a long prompt at once would
@@ -88,23 +81,28 @@ class PrefixInserts:
                 self._holds.release(self.of_ended.popleft().grant)
 
     def drop_ended(self) -> None:
-        """Give up the pages that are held to be added: a request needs some."""
+        """Give up the pages that are held to be added: a request needs some, or the cache is flushed."""
         while self.of_ended:
             self._holds.release(self.of_ended.popleft().grant)
 
     def _add_ended(self, ended: _Ended, end: int) -> bool:
-        """Add its pages with the tokens before `end`, those of its prompt for all samples: 16 samples of a prompt of
-        131,072 tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. Returns
-        whether nothing is left to add.
+        """Add its pages with the tokens before `end`; offer all to the KV store when all are added. Those of its prompt
+        count for all samples: 16 samples of a prompt of 131,072 tokens that ended at once held the loop for 0.2 s,
+        because each looked for all pages of it. Returns whether nothing is left to add.
         """
         grant, tokens, prompt = ended.grant, ended.tokens, ended.request.prompt
         inserted = _inserted(ended.request, grant)
-        if end < len(tokens) or len(prompt.members) > 1:
-            self._cache.insert(tokens, grant.pages, inserted, end=min(end, len(prompt.token_ids)), freed=grant.freed)
+        of_prompt = len(prompt.token_ids)
+        if len(prompt.members) > 1 and inserted.pages <= of_prompt // self._page_size:
+            self._cache.insert(tokens, grant.pages, inserted, end=min(end, of_prompt), freed=grant.freed)
             prompt.inserted.continue_at(inserted)
-        if end < len(tokens) and not inserted.complete:
-            return False
-        self.keep(tokens, grant, inserted)
+        if end < len(tokens):
+            self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
+            if not inserted.complete:
+                return False
+        self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
+        if self._kv_store is not None:
+            self._kv_store.offer(self._kv_store.new_chain(), tokens, inserted)
         return True
 
 

@@ -249,14 +249,16 @@ class RequestMemory:
 
     def insert_answer(self, request: Request) -> None:
         """Keep the full pages of a finished request in the prefix cache, and offer them to the KV store."""
-        self.inserts.ended(request, request.prompt_ids + tuple(request.output_ids[:-1]))
+        assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
+        self.inserts.ended(request, request.grant, request.prompt_ids + tuple(request.output_ids[:-1]))
 
     # -- release -------------------------------------------------------------------------------------------------
 
     def release_copy(self, copy: Copy) -> None:
         """Release what a copy held that has ended. A request that ended during its "write_back" is cached then."""
         if copy.tokens:
-            self.inserts.keep(copy.tokens, copy.grant, InsertedPrefix())
+            assert isinstance(copy.owner, Request), f"{copy.kind} is not of a request"
+            self.inserts.ended(copy.owner, copy.grant, copy.tokens)
         self.holds.release(copy.grant)
 
     def close_hot(self, request: Request) -> None:
@@ -403,6 +405,7 @@ def reserve(
     if not allocator.can_grant(wanted, cached):
         prompt.refusal = Refusal(wanted + allocator.idle_among(cached), samples, allocator.chances)
         return None
+    prompt.refusal = None
     within = not local and (bool(cached) or not first)
     partial = cache.match_within(prompt.token_ids, prefix, most_cached) if within else None
     copied: PageGrant[KvPage] | None = None

@@ -158,6 +158,8 @@ class Prompt:
         """The request's own limit on the time to its first token."""
         self.arrived_at = self.waits_since = now
         """Since when it waits for any server to begin it; `queue_timeout_s` counts from here."""
+        self.moved_at = -math.inf
+        """When another data-parallel rank gave it to this one, which may not be paired with its prefill server yet."""
         self.output_tokens = output_tokens
         """How many of the `token_ids`, the last ones, are output of a retracted request whose KV is computed again."""
         self.traceparent: str | None = None
@@ -183,7 +185,7 @@ class Prompt:
         self.computed_here = False
         """Only this server computes it: the first token of a prefill server may not match its grammar, or was late."""
         self.refusal: Refusal | None = None
-        """The last failed reservation."""
+        """The last reservation, if it has failed."""
         self.times_refused = 0
         """Attempts that a prefill server refused."""
         self.refused_since: float | None = None

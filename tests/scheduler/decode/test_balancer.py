@@ -1,18 +1,23 @@
 """Which data-parallel rank gets a prompt: lengths decide, on simulated requests of lognormal lengths."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.balancer import choose_for_submit
+from pdserve.scheduler.decode.balancer import choose_for_submit, rebalance
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.messages.effects import ConnectPeer
 from pdserve.scheduler.messages.frontend import Cancel, Submit
+from pdserve.transfer.protocol.messages import InstanceId
 
 PAGE, RANKS = 16, 4
 MEAN_LOG, SIGMA, MOST = 6.0, 1.0, 6000
@@ -101,3 +106,22 @@ def test_prompts_that_wait_count_as_their_kv() -> None:
         ranks[number].handle(submit, 0.0)
         chosen.append(number)
     assert chosen == [0, 1, 2, 3, 3, 2]
+
+
+def test_rank_that_gets_a_prompt_has_the_whole_wait_to_pair_with_its_prefill_server() -> None:
+    """The prompt has waited longer than `prefill_wait_s` for pages, and its new rank has never connected there."""
+    limits = dataclasses.replace(make_ranks(pages=10)[0].limits, local_prefill="never")
+    full, free = (DecodeScheduler(limits, PageAllocator[KvPage](10), [1]) for _ in range(2))
+    full.peer_up(PrefillPeer(InstanceId("prefill"), {"here:1"}))
+    for rid in range(2):
+        full.handle(msgspec.structs.replace(prompt(rid, 100), endpoint="here:1"), 0.0)
+        full.advance(0.0)
+    moved_at = 2 * limits.prefill_wait_s
+    full.advance(moved_at)
+    assert rebalance([full, free], moved_at) == {1}
+    free.advance(moved_at)
+    assert ConnectPeer("here:1", "") in free.take_effects()
+    free.advance(moved_at + 0.9 * limits.prefill_wait_s)
+    assert free.state_counts()["queued"] == 1
+    free.advance(moved_at + limits.prefill_wait_s)
+    assert not free.requests

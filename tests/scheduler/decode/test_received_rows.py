@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode.memory import prefix_inserts
 from pdserve.scheduler.decode.memory.holds import Holds
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.decode.requests.request import Request
@@ -119,6 +120,18 @@ def test_pages_of_a_request_that_ends_first_are_cached_after_the_copy() -> None:
     assert simulator.decode.allocator.held > 0
     run(simulator, lambda: not simulator.copies)
     assert len(simulator.decode.cache) == (len(PROMPT) + 2) // PAGE_SIZE
+    simulator.finish()
+
+
+def test_pages_of_a_long_request_that_ends_first_are_added_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_inserts, "PAGES_AT_ONCE", 1)
+    simulator = receiving()
+    rid = simulator.ask_for(PROMPT, 3)
+    run(simulator, lambda: simulator.terminal[rid], copies=False)
+    run(simulator, lambda: simulator.decode.memory.inserts.of_ended)
+    assert len(simulator.decode.cache) < 3
+    run(simulator, lambda: not simulator.decode.memory.inserts.of_ended)
+    assert len(simulator.decode.cache) == 3
     simulator.finish()
 
 

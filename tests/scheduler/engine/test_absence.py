@@ -17,7 +17,7 @@ from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.engine import loop as loops
-from pdserve.scheduler.engine.decode_engine import DecodeEngine
+from pdserve.scheduler.engine.decode_engine import ADDING_PAUSE_S, DecodeEngine
 from pdserve.scheduler.engine.loop import EngineLoop
 from pdserve.scheduler.engine.routing import DecodeRouter
 from pdserve.scheduler.messages.frontend import Submit
@@ -133,3 +133,14 @@ def test_loop_waits_for_no_event_longer_than_the_next_step_waits(
     server.scheduler.pause_s = pause_s
     server.loop._handle_events()
     assert inbox.waits_s == waits_s
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_idle_loop_adds_pages_of_ended_requests_without_long_waits(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are held until they are added. While a request runs, its steps bring turns."""
+    server, inbox = Server(monkeypatch), Inbox()
+    monkeypatch.setattr(server.loop, "_inbox", inbox)
+    server.scheduler.memory.inserts.of_ended.append(Mock())
+    server.scheduler.rooms.batch.running += [Mock()] * runs
+    server.loop._handle_events()
+    assert inbox.waits_s == ([loops.QUIET_S, loops.IDLE_WAIT_S] if runs else [ADDING_PAUSE_S])

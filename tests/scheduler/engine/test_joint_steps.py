@@ -22,6 +22,7 @@ from pdserve.scheduler.engine.decode_engine import DecodeEngine
 from pdserve.scheduler.engine.loop import EngineLoop
 from pdserve.scheduler.engine.routing import DecodeRouter
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Finished, FlushCache, Submit
+from pdserve.scheduler.messages.lifecycle import State
 from pdserve.scheduler.messages.ranks import (
     AssistStep,
     CheckCache,
@@ -341,6 +342,29 @@ def test_prompt_that_waits_for_pages_moves_to_a_rank_that_has_some() -> None:
     assert sum(scheduler.counters["prompts_moved"] for scheduler in server.schedulers) == len(stuck)
     server.finish()
     assert len(server.responses(Finished)) == 4
+
+
+def test_grammar_of_a_prompt_that_moves_is_compiled_by_its_new_rank() -> None:
+    """Otherwise the first step of the request would compile it, and all ranks would wait."""
+    server = JointServer(pages=10)
+    long, short = server.submit(30, 10, first=100), server.submit(30, 2, first=200)
+    server.turn()
+    waiting = [server.submit(8, 2, first=300 + 10 * at, grammar=Grammar("regex", "a+")) for at in range(2)]
+    server.turn()
+    server.compile_grammars()
+    server.turn()
+    full, free = server.rank_of(long), server.rank_of(short)
+    moving = [rid for rid in waiting if server.rank_of(rid) == full]
+    assert moving, "no prompt waits behind the long request"
+    while server.rank_of(moving[0]) == full:
+        server.end_steps()
+        server.turn()
+    request = server.schedulers[free].requests[moving[0]]
+    assert (request.state, [report.rank for report in server.ranks.grammars]) == (State.COMPILING, [free])
+    for scheduler in server.schedulers:
+        scheduler.check_integrity()
+    server.finish()
+    assert sorted(server.responses(Finished)) == sorted([long, short, *waiting])
 
 
 def test_queue_limit_holds_per_rank_and_calls_are_accepted_as_a_whole() -> None:

@@ -18,6 +18,7 @@ from unittest import mock
 
 from pdserve.scheduler.chunking import shared_prefix
 from pdserve.scheduler.decode import transitions
+from pdserve.scheduler.decode.memory import prefix_inserts
 from pdserve.scheduler.decode.placer import Placer
 from pdserve.scheduler.decode.rooms.computing import Computing
 from pdserve.scheduler.store import kv_store
@@ -90,6 +91,12 @@ def _overlap(seed: int) -> dict[str, Any]:
     return {"overlap": seed % 4 == 0, "verifies": seed % 3 == 0}
 
 
+def _pages_added(seed: int) -> dict[str, Any]:
+    """In half of the lives, the pages of ended requests are added to the prefix cache over several turns."""
+    few = seed // len(KINDS) % 2
+    return {name: 1 if few else getattr(prefix_inserts, name) for name in ("PAGES_AT_ONCE", "PAGES_INSERTED")}
+
+
 KINDS: tuple[Callable[[int, int], None], ...] = (
     pair,
     local_prompts,
@@ -107,7 +114,8 @@ def live(which: tuple[str, int, int]) -> tuple[str, int, str | None]:
     kind, seed, steps = which
     logging.disable()  # of injected faults
     try:
-        next(each for each in KINDS if each.__name__ == kind)(seed, steps)
+        with mock.patch.multiple(prefix_inserts, **_pages_added(seed)):
+            next(each for each in KINDS if each.__name__ == kind)(seed, steps)
     except Exception:
         return kind, seed, traceback.format_exc()
     return kind, seed, None

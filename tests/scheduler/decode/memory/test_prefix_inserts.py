@@ -14,6 +14,8 @@ from pdserve.scheduler.messages.frontend import Finished, Submit
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, KvDestination, PrefillDone
+from tests.scheduler.decode.test_scheduler_traces import MODES
+from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 
 PEER = InstanceId("peer")
 PAGE_SIZE = 4
@@ -127,12 +129,36 @@ def test_running_request_takes_pages_that_are_held_to_be_added() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_pages_are_free_after_the_cache_was_flushed(prefix_cache: bool) -> None:
+def test_pages_are_free_and_not_added_after_the_cache_was_flushed(prefix_cache: bool) -> None:
     scheduler = server(100, prefix_cache)
     run(scheduler, "long", 40, 1)
     scheduler.advance(0.0)
     scheduler.next_step(0.0)
+    assert bool(len(scheduler.cache)) == prefix_cache
     scheduler.flush_cache()
     idle_turns(scheduler)
-    assert len(scheduler.cache) == (10 if prefix_cache else 0)
+    assert len(scheduler.cache) == 0
     assert scheduler.memory.allocator.available == 100
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_pages_of_a_long_answer_are_added_and_released(samples: int) -> None:
+    """Its prompt is short, and the samples share only the pages of that."""
+    scheduler = server(100)
+    run(scheduler, "long", 8, 40, samples)
+    while scheduler.requests:
+        scheduler.advance(0.0)
+        step = scheduler.next_step(0.0)
+        assert step is not None
+        results = [StepResult((TokenLogprob(10 + row.request.sample, None),), ()) for row in step.rows]
+        scheduler.step_done(step.command_id, results, 0.0)
+    assert not scheduler.idle
+    assert idle_turns(scheduler) >= 3 * samples
+    assert len(scheduler.cache) == 2 + 9 * samples
+    assert scheduler.memory.allocator.available == 100
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_page_is_held_for_good_in_random_workloads(seed: int) -> None:
+    """The usual ones never have so many pages that these are added over several turns."""
+    run_workload(MODES[seed % len(MODES)].simulator(), ACTIONS, seed, 250)

@@ -150,3 +150,17 @@ def test_longest_beginning_of_a_cached_page_is_taken_and_short_ones_are_not() ->
     assert cache.match_within(tuple(range(1, 20)), [], 4) == (grant.pages[1], 4)
     assert cache.match_within((1, 5, 5), [], 3) is None, "one token of eight is not worth a copy"
     assert cache.match_within((7, 7, 7), [], 3) is None
+
+
+def test_prompt_that_got_pages_does_not_count_as_waiting_for_them_when_it_is_queued_again() -> None:
+    pages = PageAllocator[KvPage](2)
+    cache, limits = PrefixCache(pages, PAGE), decode_limits(page_size=PAGE, growth_tokens=0)
+    before = pages.grant("before", 1)
+    assert before is not None
+    prompt = Prompt(1, tuple(range(7)), now=0)
+    prompt.members = [Request("r", prompt, SamplingParams(max_new_tokens=1), deadline=9, now=0)]
+    assert reserve(prompt, pages, cache, limits, most_cached=7) is None
+    assert prompt.refusal is not None
+    pages.release(before)
+    assert reserve(prompt, pages, cache, limits, most_cached=7) is not None
+    assert prompt.refusal is None

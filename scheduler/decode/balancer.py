@@ -49,10 +49,12 @@ def rebalance(schedulers: Sequence[DecodeScheduler], now: float) -> set[int]:
     changed: set[int] = set()
     for source in schedulers:
         while (prompt := source.first_without_memory) is not None:
+            tokens, samples = prompt.tokens, len(prompt.waiting)
+            lacked = prompt.refusal.pages if prompt.refusal is not None else 0
             able = [
                 number
                 for number, scheduler in enumerate(schedulers)
-                if scheduler is not source and _fits(scheduler, prompt.tokens, len(prompt.waiting))
+                if scheduler is not source and _fits(scheduler, tokens, samples, least=lacked)
             ]
             if not able:
                 break
@@ -68,9 +70,10 @@ def _kv_tokens(scheduler: DecodeScheduler) -> int:
     return scheduler.allocator.held * scheduler.limits.page_size + scheduler.waiting_tokens + compiling
 
 
-def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0) -> bool:
+def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0, least: int = 0) -> bool:
     """Whether a scheduler has pages for all prompts that wait, in its queue or for their grammars, and for this one, of
-    which it has `cached` pages.
+    which it has `cached` pages. It needs `least` at least: with a sliding window, a rank that computes a prompt needs
+    all of its pages.
     """
     limits, allocator = scheduler.limits, scheduler.allocator
     queue, compiling = scheduler.rooms.queued, scheduler.rooms.compiling
@@ -78,4 +81,4 @@ def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0
     tokens_queued = queue.tokens + sum(prompt.tokens for prompt in compiling)
     prompts = len(queue) + len(compiling)
     queued = pages_for(tokens_queued + prompts * (limits.growth_tokens + limits.page_size), limits.page_size)
-    return wanted + queued <= allocator.available + allocator.lent
+    return max(wanted, least) + queued <= allocator.available + allocator.lent

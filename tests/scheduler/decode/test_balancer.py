@@ -125,3 +125,21 @@ def test_rank_that_gets_a_prompt_has_the_whole_wait_to_pair_with_its_prefill_ser
     assert free.state_counts()["queued"] == 1
     free.advance(moved_at + limits.prefill_wait_s)
     assert not free.requests
+
+
+def test_prompt_does_not_move_between_ranks_of_which_none_can_compute_it() -> None:
+    """With a sliding window it would hold few pages later, but while a rank computes it, it needs all."""
+    limits = dataclasses.replace(make_ranks(pages=10)[0].limits, window=2 * PAGE)
+    ranks = [DecodeScheduler(limits, PageAllocator[KvPage](10), [1]) for _ in range(2)]
+    for number, scheduler in enumerate(ranks):
+        scheduler.handle(prompt(number, 5 * PAGE), 0.0)
+        scheduler.advance(0.0)
+    ranks[0].handle(prompt(2, 7 * PAGE), 0.0)
+    for _ in range(3):
+        for scheduler in ranks:
+            scheduler.advance(0.0)
+        assert not rebalance(ranks, 0.0)
+    ranks[1].handle(Cancel("1"), 0.0)
+    assert rebalance(ranks, 0.0) == {1}
+    ranks[1].advance(0.0)
+    assert ranks[1].state_counts()["computing"] == 1

@@ -50,6 +50,8 @@ REMEMBERED_S = 60.0
 the machine may have been overloaded.
 """
 WATCH_S = 0.25
+ENDS_S = 1.0
+"""A compiler that has closed its output ends in this time, or is killed."""
 STOPPED_SERVER = "the server has stopped"
 
 
@@ -219,6 +221,8 @@ class GrammarChecker:
                     self._ready = was_ready = True
                 self._take(msgspec.json.decode(line, type=Report))
                 self._compile_next()
+            with contextlib.suppress(TimeoutError):  # to kill a process that ends by itself can lose its status
+                await asyncio.wait_for(process.wait(), ENDS_S)
         except ValueError as error:
             log.error("the grammar compiler has sent something else than a report: %s", error)
         finally:

@@ -18,7 +18,7 @@ def read(tmp_path: Path, fields: dict[str, float | str], *, frequencies: bool = 
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     for name, value in fields.items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(f"llama.rope.{name}", value)  # type: ignore[arg-type]  # of the value's type
+        add(f"llama.rope.{name}", value)
     name = "rope_freqs.weight" if frequencies else "token_embd.weight"
     writer.add_tensor(name, np.full(HEAD_DIM // 2, 2.0, dtype=np.float32))
     writer.write_header_to_file()

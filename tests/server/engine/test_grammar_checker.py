@@ -336,7 +336,7 @@ async def test_answer_that_arrives_with_the_end_is_dropped() -> None:
     assert attending is not None
     assert process is not None
     assert process.stdout is not None
-    process.stdout.feed_data(msgspec.json.encode(Report(*checker._running)) + b"\n")
+    process.stdout.feed_data(msgspec.json.encode(Report(next(iter(checker._running)))) + b"\n")
     checker.close()
     with pytest.raises(UnavailableError):
         await asking

@@ -90,6 +90,8 @@ class Fp8Checkpoint(StoredCheckpoint):
         parts |= set(self._scale_of.values())
         self.shapes = {name: shape for name, shape in files.shapes.items() if name not in parts}
         self.tensors = frozenset(self._scale_of)
+        for name, scale in self._scale_of.items():
+            self._check(scale, files.shapes[name])
 
     def _read_stored(self, name: str, slot: Slot) -> None:
         scales = self._read_scales(self._scale_of[name], slot.shape)
@@ -101,8 +103,8 @@ class Fp8Checkpoint(StoredCheckpoint):
         self._files.read_into(name, Slot(values, slot.shape, slot.start))
         slot.target.copy_(_scale(values, scales.to(values.device), slot.start, self._block))
 
-    def _read_scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Those of blocks, or [rows, 1]."""
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise StartupError if these are not the scales of a matrix of this shape."""
         found = self._files.shapes[name]
         if self._block is not None:
             expected = tuple(ceil_div(size, block) for size, block in zip(shape, self._block, strict=True))
@@ -111,13 +113,15 @@ class Fp8Checkpoint(StoredCheckpoint):
                     f"tensor {name!r} has shape {list(found)}; {list(shape)} in blocks of {list(self._block)} takes "
                     f"{list(expected)}"
                 )
-            return self._read(name, torch.float32)
-        rows = shape[0]
-        if prod(found) not in (1, rows):
+        elif prod(found) not in (1, rows := shape[0]):
             raise StartupError(
                 f"tensor {name!r} has shape {list(found)}; a matrix of {rows} rows takes 1 or {rows} scales"
             )
-        return self._read(name, torch.float32).reshape(-1, 1).expand(rows, 1)
+
+    def _read_scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Those of blocks, or [rows, 1]."""
+        scales = self._read(name, torch.float32)
+        return scales if self._block is not None else scales.reshape(-1, 1).expand(shape[0], 1)
 
 
 class Fp8Format(SafetensorsFormat):

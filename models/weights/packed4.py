@@ -86,6 +86,7 @@ class Packed4Checkpoint(StoredCheckpoint):
                     shapes[module + _WEIGHT] = (second, first * _PACKED)
                 case "compressed-tensors":
                     shapes[module + _WEIGHT] = (first, second * _PACKED)
+            self._check(module, shapes[module + _WEIGHT])
         self.shapes = shapes
 
     def is_filler(self, name: str) -> bool:
@@ -99,7 +100,7 @@ class Packed4Checkpoint(StoredCheckpoint):
         rows, columns = (slice(start, start + count) for start, count in zip(slot.start, slot.size, strict=True))
         group = self._scheme.group or slot.shape[1]
         groups = slice(columns.start // group, ceil_div(columns.stop, group))
-        self._check(module, slot.shape, group)
+        self._check_order(module, slot.shape[1], group)
         values, scales, zeros = self._parts(module, rows, columns, groups, device)
         held = slot.weight.operand if isinstance(slot.weight, Packed4Weight) else None
         step = 1 if held is None else held.group
@@ -140,9 +141,10 @@ class Packed4Checkpoint(StoredCheckpoint):
         first = inner.start - words.start * _PACKED
         return values.flatten(dim, dim + 1).narrow(dim, first, inner.stop - inner.start)
 
-    def _check(self, module: str, shape: tuple[int, ...], group: int) -> None:
-        """Raise StartupError if shapes do not fit together, or columns have groups of their own (desc_act)."""
+    def _check(self, module: str, shape: tuple[int, ...]) -> None:
+        """Raise StartupError if the shapes of the parts of a matrix do not fit together."""
         rows, columns = shape
+        group = self._scheme.group or columns
         groups, words = ceil_div(columns, group), ceil_div(rows, _PACKED)
         expected: Mapping[str, tuple[int, ...]] = {"scales": (groups, rows), "qzeros": (groups, words)}
         if self._scheme.method == "compressed-tensors":
@@ -156,6 +158,9 @@ class Packed4Checkpoint(StoredCheckpoint):
                     f"tensor '{module}.{part}' has shape {None if found is None else list(found)}; "
                     f"{list(shape)} in groups of {group} columns takes {list(wanted)}"
                 )
+
+    def _check_order(self, module: str, columns: int, group: int) -> None:
+        """Raise StartupError if columns have groups of their own (desc_act)."""
         for name in (f"{module}.g_idx", f"{module}.weight_g_idx"):
             if name in self._files.shapes:
                 found_groups = self._read(name, torch.int64, slice(0, columns))

@@ -17,7 +17,7 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.moe import MoeParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.weights import allocate_parameters, load_weights, tensor_names
+from pdserve.models.loading.weights import allocate_parameters, load_weights, open_checkpoint, tensor_names
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.packed4 import Packed4Weight
 from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint, stored_in
@@ -204,12 +204,24 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     stored = load_file(path)
     for part, value, message in (
         ("g_idx", stored[f"{name}.g_idx"].flip(0), "orders columns by activation"),
-        ("scales", stored[f"{name}.scales"][:1], r"has shape \[1, 96\]; \[96, 64\] in groups of 32 columns takes"),
         ("bias", torch.ones(96), "is not part of llama"),
-        ("qweight", stored[f"{name}.qweight"].unsqueeze(0), r"has shape \[1, 8, 96\]; 4-bit values are matrices"),
     ):
         save_file(stored | {f"{name}.{part}": value.contiguous()}, path, {"format": "pt"})
         source = locate_model(str(directory))
         parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
         with pytest.raises(StartupError, match=message):
             load_weights(source, parameters.slots())
+
+
+def test_shapes_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    pack_checkpoint(directory, "gptq", 32)
+    path, name = directory / "model.safetensors", "model.layers.0.mlp.up_proj"
+    stored = load_file(path)
+    for part, value, message in (
+        ("scales", stored[f"{name}.scales"][:1], r"has shape \[1, 96\]; \[96, 64\] in groups of 32 columns takes"),
+        ("qweight", stored[f"{name}.qweight"].unsqueeze(0), r"has shape \[1, 8, 96\]; 4-bit values are matrices"),
+    ):
+        save_file(stored | {f"{name}.{part}": value.contiguous()}, path, {"format": "pt"})
+        with pytest.raises(StartupError, match=message):
+            open_checkpoint(locate_model(str(directory)))

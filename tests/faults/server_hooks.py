@@ -116,7 +116,7 @@ class ServerHooks:
             _replace(kind, "__init__", init)
 
         wrap_request(Request, lambda request: len(request.prompt_ids))
-        wrap_request(PrefillRequest, lambda request: len(request.prompt))
+        wrap_request(PrefillRequest, lambda request: request.prompt_tokens)
         enter, turn = Lifecycle.enter, EngineLoop._turn
 
         def enter_and_pause(lifecycle: Lifecycle[Any], state: Any, now: float) -> None:

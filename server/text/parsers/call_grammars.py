@@ -137,7 +137,8 @@ def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: Argume
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         properties = {}
-    needed = {key for key in schema.get("required") or () if isinstance(key, str)}
+    required = schema.get("required")
+    needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     items: list[tuple[Format, bool]] = []
     sizes: list[int] = []

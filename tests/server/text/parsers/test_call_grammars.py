@@ -240,6 +240,17 @@ def test_grammar_of_too_many_arguments_is_refused_while_it_is_built(family: str,
     assert time.process_time() - started < 0.5  # at most 5 ms; with all copies more than 1 s
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wrong", [1, True, {}, "a", [1, ["a"]]])
+def test_fields_of_other_types_than_schemas_have_make_a_grammar(family: str, wrong: object) -> None:
+    """Clients send whatever; what is wrong in a schema is found where it is compiled."""
+    tags = FAMILIES[family].tags
+    for field in ("required", "properties", "$defs", "type"):
+        schema = {"properties": {"a": {"enum": wrong, "const": wrong, "type": wrong}}, field: wrong}
+        tags.calls([FunctionSchema("f", schema)], parallel=True)
+        tags.text_with_calls([FunctionSchema("f", schema)])
+
+
 def test_definitions_are_copied_only_to_arguments_that_refer_to_them() -> None:
     properties = {"a": {"$ref": "#/$defs/A"}, "b": {"type": "integer"}}
     function = FunctionSchema("f", {"properties": properties, "$defs": {"A": {"type": "null"}}})

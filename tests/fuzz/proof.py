@@ -30,7 +30,7 @@ def prove(kind: str) -> int:
         subprocess.run(["git", "apply", PATCHES / f"{kind}.patch"], cwd=copy, check=True)
         test = f"tests/fuzz/test_worst_cases.py::test_no_input_costs_more_than_its_limit[{kind}]"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-        environment = {**os.environ, "PYTHONPATH": f"{copy / '.dev'}:{copy}", "PDSERVE_FUZZ_MINUTES": "200"}
+        environment = {**os.environ, "PYTHONPATH": f"{copy / '.dev'}:{copy}", "PDSERVE_FUZZ_MINUTES": "300"}
         began_s = time.monotonic()
         try:
             done = subprocess.run(

@@ -22,8 +22,11 @@ async def test_blocked_loop_is_late() -> None:
     try:
         await asyncio.sleep(0.3)
         before_s = lag.longest_s()
-        time.sleep(before_s + 0.5)
-        assert before_s + 0.3 < await longest(lag, before_s + 0.3) < before_s + 10
+        async with asyncio.timeout(60):
+            while lag.longest_s() < before_s + 0.3:  # the thread that looks may be late itself
+                time.sleep(before_s + 0.5)
+                await asyncio.sleep(0.01)
+        assert lag.longest_s() < before_s + 10
     finally:
         lag.close()
 
